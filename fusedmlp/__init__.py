@@ -1,3 +1,10 @@
-"""fusedmlp: swap GELU, softmax, Linear+GELU and MLP implementations in a real training loop."""
+"""fusedmlp: swap GELU, softmax, Linear+GELU and MLP implementations in a real training loop, and keep the winner."""
 
 __version__ = "0.1.0"
+
+from fusedmlp import functional
+from fusedmlp.impls import names as impl_names
+from fusedmlp.impls import unavailable
+from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax
+
+__all__ = ["FusedLinearGeLU", "FusedMLP", "TritonSoftmax", "functional", "impl_names", "unavailable"]
