@@ -1,0 +1,209 @@
+"""Where a corpus comes from: the standard library, files, a Hugging Face dataset, or random bytes.
+
+A source gives its text as chunks of UTF-8 bytes, and an identity that changes whenever the chunks would.
+"""
+
+import codecs
+import functools
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from fusedmlp.errors import UserError
+
+_READ_BYTES = 1 << 24
+_STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Source(Protocol):
+    """What `load_or_build` needs to know of a source."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that name the content: equal identities, equal chunks."""
+
+    def chunks(self) -> Iterator[bytes]:
+        """The text in order, in pieces of any length."""
+
+    def describe(self) -> str:
+        """Where the text comes from, in words for a message."""
+
+
+def make_source(name: str, options: dict[str, Any]) -> Source:
+    """Build the source `name` from its own config keys.
+
+    Raises: UserError for an unknown source or key, listing the known ones, and what the source raises.
+    """
+    from fusedmlp.training.corpus_hf import HfSource
+
+    kinds: dict[str, Any] = {"stdlib": StdlibSource, "text": TextSource, "hf": HfSource, "synthetic": SyntheticSource}
+    if name not in kinds:
+        raise UserError(f"data.source={name!r} is unknown; choose one of {', '.join(kinds)}")
+    known = [field.name for field in fields(kinds[name])]
+    if unknown := sorted(set(options) - set(known)):
+        accepted = ", ".join(f"data.{key}" for key in known) or "no keys of its own"
+        raise UserError(f"data.{unknown[0]} means nothing to data={name}, which accepts {accepted}")
+    return kinds[name](**options)
+
+
+def from_user_directory(path: str) -> Path:
+    """Resolve a path that the user wrote, against the directory they started the program in.
+
+    Hydra can move a job to a directory of its own; a relative path still means what it meant on the command line.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.utils import get_original_cwd
+
+    start = get_original_cwd() if HydraConfig.initialized() else os.getcwd()
+    return Path(start) / Path(path).expanduser()
+
+
+@dataclass(frozen=True)
+class StdlibSource:
+    """The .py files of the running Python's standard library, without tests and installed packages.
+
+    Files are ordered by a hash of their names, so that the validation tail is a sample of the whole library.
+    """
+
+    kind: ClassVar[str] = "stdlib"
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": self.kind, "files": [_file_digest(path) for path in self._files()]}
+
+    def chunks(self) -> Iterator[bytes]:
+        return _through_datasets(functools.partial(_documents, self._files()))
+
+    def describe(self) -> str:
+        return f"{sysconfig.get_paths()['stdlib']} has no .py files to read; use data=text data.files=..."
+
+    def _files(self) -> tuple[Path, ...]:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = []
+        for directory, subdirectories, names in os.walk(root):
+            subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_SKIPPED]
+            # _sysconfigdata*.py holds the paths of the machine that built Python.
+            found += [Path(directory, name) for name in names if name.endswith(".py") and name[:5] != "_sysc"]
+        readable = filter(_is_utf8, found)
+        return tuple(
+            sorted(readable, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+        )
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """UTF-8 text files, in the order given: a path, a glob (`**` descends), or a list of them.
+
+    Raises: UserError when `files` is missing, or names nothing, a directory, or a file that is not text.
+    """
+
+    files: str | Sequence[str] | None = None
+    kind: ClassVar[str] = "text"
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": self.kind, "files": [_file_digest(path) for path in self._files()]}
+
+    def chunks(self) -> Iterator[bytes]:
+        return _through_datasets(functools.partial(_documents, self._files()))
+
+    def describe(self) -> str:
+        return f"data.files={self.files} holds no text"
+
+    def _files(self) -> tuple[Path, ...]:
+        patterns = [self.files] if isinstance(self.files, str) else list(self.files or [])
+        if not patterns:
+            raise UserError(
+                "data=text needs data.files: a file, a glob such as 'docs/**/*.md', or a list [a.txt,b.txt]"
+            )
+        paths = [path for pattern in patterns for path in _matches(str(pattern))]
+        return tuple(dict.fromkeys(paths))
+
+
+@dataclass(frozen=True)
+class SyntheticSource:
+    """`num_tokens` uniformly random bytes: nothing to learn, for measuring speed."""
+
+    num_tokens: int = 1 << 24
+    content_seed: int = 0
+    kind: ClassVar[str] = "synthetic"
+
+    def identity(self) -> dict[str, Any]:
+        return {"kind": self.kind, "num_tokens": self.num_tokens, "content_seed": self.content_seed}
+
+    def chunks(self) -> Iterator[bytes]:
+        generator = np.random.default_rng(self.content_seed)
+        for first in range(0, self.num_tokens, _READ_BYTES):
+            yield generator.bytes(min(_READ_BYTES, self.num_tokens - first))
+
+    def describe(self) -> str:
+        return f"data.num_tokens={self.num_tokens}; ask for at least 1"
+
+
+def _through_datasets(rows: Callable[[], Iterator[dict[str, str]]]) -> Iterator[bytes]:
+    """Stream rows through a Hugging Face dataset: no copy of them in its cache, no progress bar, no network."""
+    from datasets import IterableDataset
+
+    for row in IterableDataset.from_generator(rows):
+        yield row["text"].encode()
+
+
+def _documents(paths: tuple[Path, ...]) -> Iterator[dict[str, str]]:
+    for position, path in enumerate(paths):
+        if position:
+            yield {"text": "\n"}
+        yield from ({"text": text} for text in _read_text(path))
+
+
+def _read_text(path: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                if b"\0" in block:
+                    raise UserError(f"{path} is not text: it holds NUL bytes; data.files accepts UTF-8 text files")
+                yield decoder.decode(block)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason}); data.files accepts UTF-8 text files") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _matches(pattern: str) -> list[Path]:
+    path = from_user_directory(pattern)
+    found = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    files = [match for match in found if match.is_file()]
+    if files:
+        return files
+    if path.is_dir():
+        raise UserError(
+            f"data.files={pattern} is a directory; name the files in it, as in '{pattern.rstrip('/')}/**/*.txt'"
+        )
+    raise UserError(f"data.files={pattern} matches no file (looked for {path})")
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
