@@ -116,7 +116,9 @@ def _report(name: str, sm: int, compiled) -> KernelReport:
         shared_bytes=compiled.metadata.shared,
         loads=Counter({width: n for (kind, width), n in accesses.items() if kind == "ld"}),
         stores=Counter({width: n for (kind, width), n in accesses.items() if kind == "st"}),
-        tensor_core=Counter({family: n for family, pattern in _TENSOR_CORE.items() if (n := len(pattern.findall(ptx)))}),
+        tensor_core=Counter(
+            {family: n for family, pattern in _TENSOR_CORE.items() if (n := len(pattern.findall(ptx)))}
+        ),
         ptx=ptx,
         cubin=cubin,
     )
