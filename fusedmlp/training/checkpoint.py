@@ -1,0 +1,163 @@
+"""Checkpoints: when they are written, what is in them beside Lightning's state, and which one may be resumed."""
+
+import pickle
+import random
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from fusedmlp.errors import UserError
+from fusedmlp.training.interrupt import Interrupted, StopRequests
+from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.options import TrainerOptions
+from fusedmlp.training.task import LanguageModelTask
+
+LAST = "last.ckpt"
+KEY = "fusedmlp"  # our part of a checkpoint
+
+
+class Checkpoints(Callback):
+    """Writes last.ckpt: every `checkpoint_every` steps, at the end, and when the run is asked to stop.
+
+    Only a state whose loss and gradients are known to be finite is written, so the file always holds the last good
+    state. Where validation follows a step, the checkpoint waits for it: resuming then does not validate twice.
+
+    Args:
+        run_folder: its checkpoints/ receives last.ckpt.
+        model_config: what the model was built from, without impl: every impl can load it.
+        stop: signals to look at after every step.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        options: TrainerOptions,
+        monitor: Monitor,
+        stop: StopRequests,
+        model_config: Mapping[str, Any],
+    ):
+        self.path = run_folder / "checkpoints" / LAST
+        self.options, self.monitor, self.stop = options, monitor, stop
+        self.model_config = dict(model_config)
+        self.written: Path | None = None
+        self._rng: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
+        if self._rng is not None:
+            _set_rng_state(self._rng)
+        self.stop.install()
+        self.stop.deferred = True
+
+    def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
+        if not task.step_done:
+            return
+        step = trainer.global_step
+        if step == self.options.max_steps:
+            # The last step is validated whatever its number: Lightning validates when it is asked to stop.
+            trainer.should_stop = True
+        if not self._validation_follows(step):
+            self._step_end(trainer, task)
+
+    def on_validation_end(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
+        self._step_end(trainer, task)
+
+    def _validation_follows(self, step: int) -> bool:
+        every = self.options.val_every
+        return every > 0 and (step % every == 0 or step == self.options.max_steps)
+
+    def _step_end(self, trainer: Trainer, task: LanguageModelTask) -> None:
+        step, every = trainer.global_step, self.options.checkpoint_every
+        stopped = self.stop.received
+        if stopped is not None or step == self.options.max_steps or (every > 0 and step % every == 0):
+            self.monitor.settle(step, task)
+            if self.options.checkpoint:
+                self.monitor.clock.pause()
+                trainer.save_checkpoint(self.path, weights_only=False)
+                self.written = self.path
+                self.monitor.clock.resume()
+        if stopped is not None:
+            raise Interrupted(stopped)
+
+    def on_save_checkpoint(self, trainer: Trainer, task: LanguageModelTask, checkpoint: dict[str, Any]) -> None:  # type: ignore[override]
+        checkpoint[KEY] = {"model": self.model_config, "step": trainer.global_step, "rng": _rng_state()}
+
+    def on_load_checkpoint(self, trainer: Trainer, task: LanguageModelTask, checkpoint: dict[str, Any]) -> None:  # type: ignore[override]
+        self._rng = checkpoint[KEY]["rng"]
+
+
+def find(resume: str) -> Path:
+    """The checkpoint that `resume` means: a file, or a run's directory with checkpoints/last.ckpt.
+
+    Raises: UserError if there is none.
+    """
+    path = Path(resume).expanduser()
+    if path.is_dir():
+        for candidate in (path / "checkpoints" / LAST, path / LAST):
+            if candidate.is_file():
+                return candidate
+        raise UserError(f"resume={resume}: this directory holds no checkpoint (no checkpoints/{LAST})")
+    if not path.is_file():
+        raise UserError(f"resume={resume}: no such file or directory; give a checkpoint or a run's directory")
+    return path
+
+
+def check(path: Path, model_config: Mapping[str, Any], max_steps: int) -> int:
+    """The step of checkpoint `path`, if a run with this model can go on from it.
+
+    Raises: UserError if it is no checkpoint, is of another model (saying what differs) or leaves nothing to train.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError, KeyError) as error:
+        raise UserError(f"resume={path}: this file is not a checkpoint, or is damaged: {_first_line(error)}") from error
+    except OSError as error:
+        raise UserError(f"resume={path}: cannot be read: {error.strerror}") from error
+    ours = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
+    if ours is None:
+        raise UserError(f"resume={path}: this checkpoint was not written by train.py")
+    theirs = ours["model"]
+    names = sorted(theirs.keys() | model_config.keys())
+    differences = [
+        f"{name} is {theirs.get(name)} there, {model_config.get(name)} here"
+        for name in names
+        if theirs.get(name) != model_config.get(name)
+    ]
+    if differences:
+        raise UserError(f"resume={path}: the checkpoint is of another model: {'; '.join(differences)}")
+    if ours["step"] >= max_steps:
+        raise UserError(
+            f"resume={path}: it is at step {ours['step']} already and trainer.max_steps={max_steps}; "
+            "give a larger trainer.max_steps"
+        )
+    return ours["step"]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _rng_state() -> dict[str, Any]:
+    """States of the global random number generators, as plain types and tensors."""
+    name, keys, *rest = numpy.random.get_state()  # noqa: NPY002 - the global one, which seed_everything seeds
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype("int64")), *rest),  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

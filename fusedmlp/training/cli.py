@@ -1,0 +1,172 @@
+"""The command line around a run: the impl group, messages for what Hydra refuses, and the last lines printed."""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from fusedmlp import impls
+from fusedmlp.errors import UserError
+from fusedmlp.training.failures import Ending
+from fusedmlp.training.interrupt import Interrupted
+from fusedmlp.training.options import by_closeness
+from fusedmlp.training.result import Result
+
+EXIT_USAGE = 2
+
+
+def register_impls() -> None:
+    """Makes every implementation an option of the config group impl, so that a new file needs no config."""
+    for name in impls.names():
+        ConfigStore.instance().store(group="impl", name=name, package="_global_", node={"impl": name})
+
+
+class Jobs:
+    """The runs of one command: one, or several in a sweep."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[Result, Ending]] = []
+
+    def ended(self, result: Result, ending: Ending) -> None:
+        """Shows how a run ended. Raises: Interrupted if the user stopped it, so that no further one starts."""
+        self._ended.append((result, ending))
+        print("\n".join(last_lines(result)), flush=True)
+        if ending.status == "interrupted":
+            raise Interrupted(ending.exit_code - 128)
+
+    @property
+    def exit_code(self) -> int:
+        return max((ending.exit_code for _, ending in self._ended), default=0)
+
+    def table(self) -> list[str]:
+        """One line per run of a sweep, as far as it came."""
+        lines = [f"{'impl':10} {'dim':>6} {'status':12} {'tokens/s':>12} {'step ms':>9} {'val loss':>9}"]
+        for result, _ in self._ended:
+            fields = result.fields
+            speed = fields.get("throughput") or {}
+            numbers = (
+                _number(speed.get("tokens_per_s"), ",.0f", 12),
+                _number(speed.get("step_ms_median"), ".2f", 9),
+                _number(fields.get("final_val_loss"), ".3f", 9),
+            )
+            lines.append(f"{fields['impl']:10} {fields['dim']:>6} {result.status:12} {' '.join(numbers)}")
+        return lines
+
+
+def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
+    """Calls the Hydra application and exits: 0 completed, 1 a run failed, 2 wrong usage, 130 or 143 interrupted."""
+    # Hydra prints its own exceptions and exits; with this it hands them on, and they are explained here.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        main()
+        code = jobs.exit_code
+    except HydraException as error:
+        code = _complain(explain(error), EXIT_USAGE)
+    except UserError as error:
+        code = _complain(str(error), 1)
+    except (Interrupted, KeyboardInterrupt) as error:
+        code = error.exit_code if isinstance(error, Interrupted) else 130
+    if len(jobs._ended) > 1:
+        print("\n".join(["", *jobs.table()]))
+    sys.exit(code)
+
+
+def explain(error: HydraException) -> str:
+    """One message for an override that Hydra refuses: what was given, and the choices, the closest first."""
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override {error.override!r}: {_first_line(error.message)}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
+        choices = ", ".join(by_closeness(option, error.options or []))
+        return f"{group}={option} is unknown; accepted: {choices}"
+    cause = error.__cause__
+    while isinstance(cause, HydraException) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+        return _unknown_key(str(cause.key), cause)
+    return re.sub(r"\s*\n\s*", "; ", str(error).strip())
+
+
+def _unknown_key(key: str, cause: OmegaConfBaseException) -> str:
+    section = str(cause.full_key or key).rpartition(".")[0]
+    assert isinstance(cause.parent_node, DictConfig)
+    known = [str(name) for name in cause.parent_node if name != "hydra"]
+    where = f"keys of {section}" if section else "keys and groups"
+    return f"{section}{'.' if section else ''}{key}: no such key; {where}: {', '.join(by_closeness(key, known))}"
+
+
+def last_lines(result: Result) -> list[str]:
+    """What to print when a run is over: what came of it, where everything is, what to try next."""
+    fields, folder = result.fields, result.folder
+    lines = ["", *_outcome(fields), f"run        {_shown(folder)}"]
+    places = {"metrics": folder / "metrics.csv", "result": folder / "result.json", "log": folder / "train.log"}
+    places |= {"checkpoint": fields.get("checkpoint"), "W&B": fields.get("wandb")}
+    lines += [f"  {name:10} {_shown(Path(place))}" for name, place in places.items() if place]
+    return [*lines, *(f"next       {line}" for line in _next_steps(fields, folder))]
+
+
+def _outcome(fields: dict[str, Any]) -> list[str]:
+    lines = []
+    if fields["status"] != "completed":
+        lines.append(f"{fields['status']}: {fields['reason']}")
+    if fields["hint"]:
+        lines.append(f"hint: {fields['hint']}")
+    if fields.get("final_val_loss") is not None:
+        lines.append(
+            f"validation loss {fields['final_val_loss']:.3f} nats/token; byte frequencies alone give "
+            f"{fields['data']['unigram_loss']:.3f}"
+        )
+    speed = fields.get("throughput")
+    if speed:
+        memory = fields.get("peak_memory_gib")
+        lines.append(
+            f"{speed['tokens_per_s']:,.0f} tokens/s, {speed['step_ms_median']:.2f} ms/step "
+            f"(p10 {speed['step_ms_p10']:.2f}, p90 {speed['step_ms_p90']:.2f})"
+            + (f", peak {memory:.2f} GiB" if memory else "")
+        )
+    return lines
+
+
+def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
+    if fields["status"] == "interrupted" and fields.get("checkpoint"):
+        words = [word for word in fields["overrides"] if not word.startswith("resume=")]
+        return [" ".join(["python train.py", *words, f"resume={_shown(folder)}"])]
+    if fields["status"] != "completed":
+        return []
+    runnable = [name for name in impls.names() if impls.unavailable(name) is None and name != "auto"]
+    other = next(
+        (name for name in ("triton", "compiled", "native") if name in runnable and name != fields["impl"]), None
+    )
+    steps = [f"python train.py impl={other}   # the same with another implementation"] if other else []
+    if fields["group"] is None:
+        steps.append(f"python train.py -m impl={','.join(runnable)}   # all of them, side by side")
+    if fields.get("checkpoint"):
+        longer = 2 * fields["steps"]
+        steps.append(f"python train.py resume={_shown(folder)} trainer.max_steps={longer}   # train on")
+    return steps
+
+
+def _shown(path: Path) -> str:
+    """Relative to the current directory where it lies below it."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _number(value: float | None, form: str, width: int) -> str:
+    return f"{'-' if value is None else format(value, form):>{width}}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "not understood"
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,35 @@
+"""metrics.csv: one row per log point and per validation, readable while the run goes on."""
+
+import csv
+from pathlib import Path
+
+COLUMNS = (
+    "step",
+    "time/elapsed_s",
+    "train/loss",  # nats per token, mean since the row before
+    "train/grad_norm",  # before clipping, mean since the row before
+    "lr",
+    "val/loss",  # nats per token
+    "time/step_ms",  # median since the row before
+    "throughput/samples_per_s",
+    "throughput/tokens_per_s",  # tokens that the loss is taken over
+    "memory/peak_gib",
+)
+
+
+class CsvSink:
+    """Appends rows to metrics.csv; what a row does not have stays empty."""
+
+    def __init__(self, path: Path):
+        self._file = open(path, "w", newline="", buffering=1)  # noqa: SIM115 - lives as long as the run
+        self._writer = csv.DictWriter(self._file, COLUMNS)
+        self._writer.writeheader()
+
+    def write(self, row: dict[str, float]) -> None:
+        self._writer.writerow(row)
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._file.close()

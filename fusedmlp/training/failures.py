@@ -1,0 +1,61 @@
+"""How a run ended: status, reason, hint and exit code for whatever was raised."""
+
+import signal
+from dataclasses import dataclass
+
+import torch
+
+from fusedmlp.errors import UserError
+from fusedmlp.training.interrupt import Interrupted
+from fusedmlp.training.monitor import Diverged
+
+EXIT_FAILED = 1
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended. `bug` says that nobody foresaw it, so that its traceback is worth keeping."""
+
+    status: str
+    reason: str | None = None
+    hint: str | None = None
+    exit_code: int = 0
+    bug: bool = False
+
+
+def ending_of(error: BaseException | None) -> Ending:
+    """The ending that `error` makes; a run without one has completed."""
+    if error is None:
+        return Ending("completed")
+    if isinstance(error, Interrupted):
+        return Ending("interrupted", str(error), None, error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return ending_of(Interrupted(signal.SIGINT))
+    if isinstance(error, Diverged):
+        hint = "try a smaller trainer.learning_rate, more trainer.warmup_steps or a smaller trainer.max_grad_norm"
+        return Ending("diverged", str(error), hint, EXIT_FAILED)
+    if is_out_of_memory(error):
+        hint = (
+            "halve data.batch_size and double trainer.accumulate, or take a smaller dim, model.num_layers or "
+            "model.context; trainer.precision=bf16-true needs half the memory of 32-true"
+        )
+        return Ending("failed", f"out of memory: {_one_line(error)}", hint, EXIT_FAILED)
+    if isinstance(error, UserError):
+        return Ending("failed", str(error), None, EXIT_FAILED)
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f": {error.filename}" if error.filename else ""
+        hint = "free some space or permissions, or choose another directory with hydra.run.dir=DIR"
+        return Ending("failed", f"{error.strerror}{where}", hint, EXIT_FAILED, bug=True)
+    return Ending("failed", f"{type(error).__name__}: {_one_line(error)}", None, EXIT_FAILED, bug=True)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or the host ran out of memory. The CPU allocator says so in the text of a RuntimeError only."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def _one_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

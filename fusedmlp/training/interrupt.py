@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM: the first one stops the run at the end of its optimizer step, the second one at once."""
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupted(BaseException):
+    """The user or the system asked the run to stop. No `Exception`, so that nothing on the way swallows it."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports for a process that ended by this signal."""
+        return 128 + self.signum
+
+
+class StopRequests:
+    """Holds SIGINT and SIGTERM back while it is the active context, in the main thread; elsewhere it does nothing.
+
+    Attributes:
+        deferred: whether the first signal may wait for the end of a step; before the loop runs it stops at once.
+        received: the signal that waits, or None.
+    """
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Takes the signals (again: Lightning puts its own SIGTERM handler in place, which ends at any micro-batch)."""
+        for number in self._previous:
+            signal.signal(number, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if not self.deferred or self.received is not None:
+            raise Interrupted(signum)
+        self.received = signum
+        # Not print: a handler may run in the middle of another print.
+        os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")

@@ -1,0 +1,36 @@
+"""train.log: what libraries log and warn during a run, and the traceback of a failure nobody foresaw."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_LIGHTNING = ("lightning.pytorch", "lightning.fabric", "lightning")
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Sends log records and warnings to `path` while active; Lightning's go there instead of to the terminal."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    level = root.level
+    lightning = [(logger := logging.getLogger(name), logger.handlers[:], logger.propagate) for name in _LIGHTNING]
+    showwarning = warnings.showwarning
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    for logger, _, _ in lightning:
+        logger.handlers, logger.propagate = [], True
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        warnings.showwarning = showwarning
+        for logger, handlers, propagate in lightning:
+            logger.handlers, logger.propagate = handlers, propagate
+        root.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()

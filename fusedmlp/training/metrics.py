@@ -1,0 +1,69 @@
+"""Scalars that stay on the device: accumulated there, copied without waiting, read once the copy has arrived.
+
+Reading a value from a GPU (`.item()`, `float(loss)`, a print) makes the CPU wait until the GPU has caught up, and after
+that the GPU waits for the CPU. So nothing is read between two log points; at a log point the sums start on their way to
+pinned memory, and the loop goes on. A `Reading` is asked later whether it has arrived.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Reading:
+    """Means that were requested at one log point and may still be on their way.
+
+    Args:
+        sums: (n,) fp32 on the host, valid once `event` has completed.
+        weights: what each sum is divided by; a name of weight 0 has no mean.
+        event: None if the sums are there already (CPU).
+    """
+
+    def __init__(self, sums: Tensor, weights: dict[str, float], event: torch.cuda.Event | None):
+        self._sums, self._weights, self._event = sums, weights, event
+
+    def ready(self) -> bool:
+        """Whether `means` would return without waiting."""
+        return self._event is None or self._event.query()
+
+    def means(self) -> dict[str, float]:
+        """Mean of every name that was added to since the reading before; waits for the copy if it has to."""
+        if self._event is not None:
+            self._event.synchronize()
+        sums = self._sums.tolist()
+        return {
+            name: value / weight for value, (name, weight) in zip(sums, self._weights.items(), strict=True) if weight
+        }
+
+
+class DeviceMetrics:
+    """Weighted means of 0-dim tensors over a log interval, without a synchronisation.
+
+    Args:
+        names: what may be added.
+        device: where the tensors are.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device):
+        self._sums = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self._cells = {name: self._sums[i] for i, name in enumerate(names)}
+        self._weights = dict.fromkeys(names, 0.0)
+
+    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
+        """Adds `weight * value` to the sum of `name`, on the device."""
+        self._cells[name].add_(value.detach(), alpha=weight)
+        self._weights[name] += weight
+
+    def read(self) -> Reading:
+        """Starts the copy of all sums to the host and begins a new interval."""
+        weights, self._weights = self._weights, dict.fromkeys(self._weights, 0.0)
+        if self._sums.is_cuda:
+            host = torch.empty_like(self._sums, device="cpu", pin_memory=True)
+            host.copy_(self._sums, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._sums.device))
+        else:
+            host, event = self._sums.clone(), None
+        self._sums.zero_()
+        return Reading(host, weights, event)

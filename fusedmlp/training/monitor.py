@@ -1,0 +1,134 @@
+"""What a run reports: at every log point a row of metrics is requested, and written once it has arrived.
+
+Rows go to the sinks (metrics.csv, Weights & Biases, the progress display) in the order of the log points. A row arrives
+a few steps late, because nobody waits for it; at the end, before a checkpoint and on a failure the rest is waited for.
+"""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from fusedmlp.training.metrics import Reading
+from fusedmlp.training.options import TrainerOptions
+from fusedmlp.training.task import LanguageModelTask
+from fusedmlp.training.throughput import Event, StepClock, Throughput, milliseconds, summarize
+
+Row = dict[str, float]
+
+
+class Sink(Protocol):
+    """Takes rows as they arrive. `write` gets at least "step"; `tick` is called after every optimizer step."""
+
+    def write(self, row: Row) -> None: ...
+
+    def tick(self, step: int) -> None: ...
+
+
+class Diverged(Exception):
+    """The loss or the gradients are no longer finite."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A row on its way."""
+
+    row: Row  # what the host knows already
+    reading: Reading
+    steps: list[tuple[Event, Event]]
+    samples: int
+    tokens: int
+
+
+class Monitor(Callback):
+    """Requests, completes and writes the rows; stops the run when a value is not finite.
+
+    Attributes:
+        last: the most recent value of every metric.
+        started: when the loop began, by `time.perf_counter`; None before.
+    """
+
+    def __init__(self, options: TrainerOptions, sinks: Sequence[Sink]):
+        self.options, self.sinks = options, sinks
+        self.last: Row = {}
+        self.started: float | None = None
+        self._pending: deque[Pending] = deque()
+        self._step_ms: list[float] = []
+        self._samples = self._tokens = 0
+        self._per_step = (0, 0)
+
+    def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
+        self.clock = StepClock(task.device)
+        if task.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(task.device)
+        self.started = time.perf_counter()
+        self.clock.resume()
+
+    def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
+        if not task.step_done:
+            return
+        step = trainer.global_step
+        self.clock.tick()
+        if step % self.options.log_every == 0 or step == self.options.max_steps:
+            self._request(step, task)
+        self._write_arrived()
+        for sink in self.sinks:
+            sink.tick(step)
+
+    def on_validation_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
+        self.clock.pause()
+
+    def on_validation_end(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
+        self._pending.append(Pending({"step": trainer.global_step}, task.val_metrics.read(), [], 0, 0))
+        self.clock.resume()
+
+    def _request(self, step: int, task: LanguageModelTask) -> None:
+        assert self.started is not None
+        row = {"step": step, "lr": task.learning_rate, "time/elapsed_s": time.perf_counter() - self.started}
+        if task.device.type == "cuda":
+            row["memory/peak_gib"] = torch.cuda.max_memory_allocated(task.device) / 2**30
+        samples, tokens = task.samples - self._samples, task.tokens - self._tokens
+        self._samples, self._tokens = task.samples, task.tokens
+        self._pending.append(Pending(row, task.train_metrics.read(), self.clock.take(), samples, tokens))
+
+    def _write_arrived(self) -> None:
+        while self._pending and self._pending[0].reading.ready():
+            self._write(self._pending.popleft())
+
+    def flush(self) -> None:
+        """Waits for all rows that were requested and writes them. Raises: Diverged."""
+        while self._pending:
+            self._write(self._pending.popleft())
+
+    def settle(self, step: int, task: LanguageModelTask) -> None:
+        """Requests and writes what there is up to `step`, so that its state is known to be finite. Raises: Diverged."""
+        if task.samples > self._samples:
+            self._request(step, task)
+        self.flush()
+
+    def _write(self, pending: Pending) -> None:
+        means = pending.reading.means()
+        row = pending.row | means
+        if pending.steps:
+            step_ms = milliseconds(pending.steps)
+            self._step_ms += step_ms
+            self._per_step = (pending.samples // len(step_ms), pending.tokens // len(step_ms))
+            row["time/step_ms"] = statistics.median(step_ms)
+            row["throughput/samples_per_s"] = pending.samples / sum(step_ms) * 1e3
+            row["throughput/tokens_per_s"] = pending.tokens / sum(step_ms) * 1e3
+        self.last |= row
+        for sink in self.sinks:
+            sink.write(row)
+        bad = [f"{name} is {value}" for name, value in means.items() if not math.isfinite(value)]
+        if bad:
+            raise Diverged(f"{' and '.join(bad)} at step {row['step']:.0f}")
+
+    def throughput(self) -> Throughput | None:
+        """Speed over the steps whose rows were written; None below two steps."""
+        return summarize(self._step_ms, *self._per_step)

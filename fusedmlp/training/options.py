@@ -1,0 +1,188 @@
+"""What the sections of the config accept: one dataclass each, types from the annotations, ranges in one place.
+
+A section with a `_target_` (model, data) is checked against the signature of what it builds; the target's own
+constructor checks the ranges.
+"""
+
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusedmlp.errors import UserError
+
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
+WANDB_MODES = ("offline", "online", "disabled")
+ACCELERATORS = ("auto", "cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Section `trainer`; every key is explained in configs/trainer/default.yaml."""
+
+    max_steps: int
+    accumulate: int
+    precision: str
+    learning_rate: float
+    min_learning_rate: float
+    warmup_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    max_grad_norm: float | None
+    log_every: int
+    val_every: int
+    checkpoint: bool
+    checkpoint_every: int
+    accelerator: str
+    devices: int
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "accumulate", "log_every"):
+            require(f"trainer.{name}", getattr(self, name), getattr(self, name) >= 1, "an integer of at least 1")
+        for name in ("warmup_steps", "val_every", "checkpoint_every"):
+            require(
+                f"trainer.{name}", getattr(self, name), getattr(self, name) >= 0, "an integer of at least 0 (0: off)"
+            )
+        require("trainer.learning_rate", self.learning_rate, self.learning_rate > 0, "a number above 0")
+        require("trainer.min_learning_rate", self.min_learning_rate, 0 <= self.min_learning_rate <= self.learning_rate,
+                f"a number from 0 to trainer.learning_rate={self.learning_rate}")  # fmt: skip
+        require("trainer.weight_decay", self.weight_decay, self.weight_decay >= 0, "a number of at least 0")
+        for name in ("beta1", "beta2"):
+            require(f"trainer.{name}", getattr(self, name), 0 <= getattr(self, name) < 1, "a number from 0 to below 1")
+        require("trainer.max_grad_norm", self.max_grad_norm, self.max_grad_norm is None or self.max_grad_norm > 0,
+                "a number above 0, or null for no clipping")  # fmt: skip
+        if self.precision in ("16-mixed", "fp16-mixed", "16", "16-true", "fp16-true"):
+            raise UserError(
+                f"trainer.precision={self.precision} is not offered: fp16 needs a GradScaler, which reads a value from "
+                f"the GPU in every step and so stalls it; accepted: {', '.join(PRECISIONS)}"
+            )
+        choose("trainer.precision", self.precision, PRECISIONS)
+        choose("trainer.accelerator", self.accelerator, ACCELERATORS)
+        require("trainer.devices", self.devices, self.devices == 1, "1; this version trains on one device")
+
+
+@dataclass(frozen=True)
+class LoggerOptions:
+    """Section `logger`: Weights & Biases. metrics.csv and result.json are always written."""
+
+    mode: str
+    project: str
+    entity: str | None
+    tags: list[str]
+
+    def __post_init__(self) -> None:
+        choose("logger.mode", self.mode, WANDB_MODES)
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Section `profile`: the tool that records a trace of some steps; None for none."""
+
+    tool: str | None
+
+    def __post_init__(self) -> None:
+        require("profile.tool", self.tool, self.tool is None, "null")
+
+
+def require(key: str, value: object, ok: bool, accepted: str) -> None:
+    """Raises UserError, naming the key, the value and what is accepted, unless `ok`."""
+    if not ok:
+        raise UserError(f"{key}={shown(value)}: expected {accepted}")
+
+
+def choose(key: str, value: str, accepted: Iterable[str]) -> None:
+    """Raises UserError with the choices, the closest first, unless `value` is one of them."""
+    choices = list(accepted)
+    if value not in choices:
+        raise UserError(f"{key}={shown(value)} is unknown; accepted: {', '.join(by_closeness(value, choices))}")
+
+
+def by_closeness(word: str, choices: Iterable[str]) -> list[str]:
+    """`choices`, those that look most like `word` first, the others in their order."""
+    choices = list(choices)
+    close = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
+    return close + [choice for choice in choices if choice not in close]
+
+
+def build(section: str, values: Mapping[str, Any], target: Callable[..., Any] | None = None) -> Any:
+    """Calls `target`, or what `values["_target_"]` names, with the section's values once their names and types are right.
+
+    Raises: UserError for an unknown or missing key or a value of another type; a ValueError of the target becomes one too.
+    """
+    values = dict(values)
+    path = values.pop("_target_", None)
+    function = target or _locate(section, path)
+    parameters, takes_others = _parameters(function)
+    for name in values:
+        if name not in parameters and not takes_others:
+            known = by_closeness(name, parameters)
+            raise UserError(f"{section}.{name}: no such key; keys of {section}: {', '.join(known)}")
+    for name, (kind, required) in parameters.items():
+        if name in values:
+            values[name] = _converted(f"{section}.{name}", values[name], kind)
+        elif required:
+            raise UserError(f"{section}.{name} is missing; expected {_described(kind)}")
+    try:
+        return function(**values)
+    except ValueError as error:
+        raise UserError(f"{section}: {error}") from error
+
+
+def _locate(section: str, path: str | None) -> Callable[..., Any]:
+    module, _, name = str(path).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{section}._target_={path!r} names nothing that can be imported: {error}") from error
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[dict[str, tuple[Any, bool]], bool]:
+    """Name -> (annotation, whether it must be given) of a function or class, and whether it has **keywords besides."""
+    constructor = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    hints = typing.get_type_hints(constructor)
+    parameters = inspect.signature(function).parameters
+    named = {
+        name: (hints.get(name, Any), parameter.default is parameter.empty)
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _converted(key: str, value: Any, kind: Any) -> Any:
+    """`value` as `kind`: an integer may stand for a float, and 1e3 for 1000. Raises UserError for another type."""
+    for option in _alternatives(kind):
+        origin = typing.get_origin(option) or option
+        if option is Any or (option is type(None) and value is None):
+            return value
+        if isinstance(value, bool) != (origin is bool):
+            continue
+        if origin is float and isinstance(value, int):
+            return float(value)
+        if origin is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(origin, type) and isinstance(value, origin):
+            return value
+        if isinstance(value, list | tuple) and origin in (list, tuple, typing.get_origin(typing.Sequence[int])):
+            return value
+    raise UserError(f"{key}={shown(value)}: expected {_described(kind)}")
+
+
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _described(kind: Any) -> str:
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
+    return " or ".join(words.get(option, "a list" if typing.get_origin(option) else str(option))
+                       for option in _alternatives(kind))  # fmt: skip
+
+
+def shown(value: object) -> str:
+    """A value as it would be written on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,131 @@
+"""What is shown while a run goes on: one live line in a terminal, a plain line per log point elsewhere."""
+
+import sys
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+REFRESH_S = 0.5
+
+
+class Progress(Protocol):
+    """A sink that shows the rows; `say` prints a line of its own."""
+
+    def begin(self, first_step: int, max_steps: int) -> None: ...
+
+    def write(self, row: dict[str, float]) -> None: ...
+
+    def tick(self, step: int) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_progress() -> Progress:
+    return LiveProgress(Console()) if sys.stdout.isatty() else PlainProgress()
+
+
+class _Status:
+    """Numbers for one line, all from the host: nothing here asks the device for anything."""
+
+    def __init__(self) -> None:
+        self.first_step = self.step = self.max_steps = 0
+        self.started = time.monotonic()
+        self.row: dict[str, float] = {}
+
+    def begin(self, first_step: int, max_steps: int) -> None:
+        self.first_step = self.step = first_step
+        self.max_steps = max_steps
+        self.started = time.monotonic()
+
+    def line(self) -> str:
+        row = self.row
+        parts = [f"step {self.step:>{len(str(self.max_steps))}}/{self.max_steps}"]
+        if "train/loss" in row:
+            parts.append(f"loss {row['train/loss']:.3f}")
+        if "throughput/tokens_per_s" in row:
+            parts += [f"{row['throughput/tokens_per_s']:,.0f} tokens/s", f"{row['time/step_ms']:.1f} ms/step"]
+        if self.step > self.first_step:
+            per_step = (time.monotonic() - self.started) / (self.step - self.first_step)
+            parts.append(f"{_clock(per_step * (self.max_steps - self.step))} left")
+        return "   ".join(parts)
+
+
+class PlainProgress:
+    """A line per row, for pipes and log files."""
+
+    def __init__(self) -> None:
+        self._status = _Status()
+
+    def begin(self, first_step: int, max_steps: int) -> None:
+        self._status.begin(first_step, max_steps)
+
+    def write(self, row: dict[str, float]) -> None:
+        if "val/loss" in row:
+            self.say(_validation(row))
+        else:
+            self._status.row, self._status.step = row, int(row["step"])
+            self.say(self._status.line())
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveProgress:
+    """One line that is redrawn at most twice a second, and only when a step has ended."""
+
+    def __init__(self, console: Console):
+        self._status, self._console = _Status(), console
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    def begin(self, first_step: int, max_steps: int) -> None:
+        self._status.begin(first_step, max_steps)
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._live.start()
+
+    def write(self, row: dict[str, float]) -> None:
+        if "val/loss" in row:
+            self.say(_validation(row))
+        else:
+            self._status.row = row
+
+    def tick(self, step: int) -> None:
+        self._status.step = step
+        now = time.monotonic()
+        if now - self._drawn >= REFRESH_S or step == self._status.max_steps:
+            self._drawn = now
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._live.update(Text(self._status.line()), refresh=True)
+
+    def say(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._draw()
+            self._live.stop()
+            self._live = None
+
+
+def _validation(row: dict[str, float]) -> str:
+    return f"step {row['step']:.0f}: validation loss {row['val/loss']:.3f} nats/token"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

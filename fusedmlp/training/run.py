@@ -1,0 +1,195 @@
+"""One training run from its config to its result: build, fit, and record how it ended, whatever happened."""
+
+import gc
+import logging
+import shlex
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer, seed_everything
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from fusedmlp.training import checkpoint, environment
+from fusedmlp.training.csv_sink import CsvSink
+from fusedmlp.training.failures import Ending, ending_of
+from fusedmlp.training.interrupt import StopRequests
+from fusedmlp.training.log_file import log_file
+from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.options import LoggerOptions, ProfileOptions, TrainerOptions, build, require
+from fusedmlp.training.progress import make_progress
+from fusedmlp.training.result import Result, claim_folder
+from fusedmlp.training.task import LanguageModelTask
+from fusedmlp.training.trainer import choose_device, make_trainer, model_identity, resolve_impl
+from fusedmlp.training.wandb_sink import WandbSink
+
+log = logging.getLogger(__name__)
+
+
+def run(cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str | None = None) -> tuple[Result, Ending]:
+    """Trains as `cfg` says and returns what came of it; what goes wrong on the way becomes the ending.
+
+    Args:
+        cfg: configs/train.yaml, composed.
+        wanted_folder: the run's directory; another name is taken if a run has it already.
+        overrides: what was given on the command line, for the record.
+        group: the sweep that the run belongs to, or None.
+    Raises: UserError if there is no directory to record anything in.
+    """
+    folder = claim_folder(wanted_folder)
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
+    error: BaseException | None = None
+    with log_file(folder / "train.log"), StopRequests() as stop:
+        current = Run(config, folder, overrides, group, stop)
+        try:
+            current.train()
+        except BaseException as raised:
+            error = raised
+        ending = ending_of(error)
+        if error is not None:
+            log.error("%s: %s", ending.status, ending.reason, exc_info=error if ending.bug else None)
+            # Its frames hold the model and its memory, which the next job of a sweep may need.
+            traceback.clear_frames(error.__traceback__)
+        # A second signal must not lose what the run has come to.
+        stop.received, stop.deferred = None, True
+        current.finish(ending)
+    result = current.result
+    del current, error
+    gc.collect()
+    return result, ending
+
+
+class Run:
+    """What one run holds on to, so that its ending can be written however far it came."""
+
+    def __init__(
+        self, config: dict[str, Any], folder: Path, overrides: list[str], group: str | None, stop: StopRequests
+    ):
+        self.config, self.folder, self.group, self.stop = config, folder, group, stop
+        self.began = time.perf_counter()
+        self.progress = make_progress()
+        self.csv = CsvSink(folder / "metrics.csv")
+        self.wandb: WandbSink | None = None
+        self.monitor: Monitor | None = None
+        self.checkpoints: checkpoint.Checkpoints | None = None
+        self.trainer: Trainer | None = None
+        self.seconds: dict[str, float | None] = {"import": environment.process_age_s()}
+        self.result = Result(
+            folder,
+            command=shlex.join(["python", *sys.argv]),
+            overrides=overrides,
+            impl=config["impl"],
+            dim=config["dim"],
+            seed=config["seed"],
+            group=group,
+        )
+        self.result.write(git=environment.git_state(Path(__file__).parent))
+
+    def train(self) -> None:
+        """Builds everything and trains. Raises whatever goes wrong."""
+        options = build("trainer", self.config["trainer"], TrainerOptions)
+        build("profile", self.config["profile"], ProfileOptions)
+        self.device = choose_device(options.accelerator)
+        self.result.write(
+            impl_resolved=resolve_impl(self.config["impl"]), environment=environment.describe(self.device)
+        )
+        data = self._build_data()
+        task = LanguageModelTask(self._build_model(data.vocab_size), options)
+        resume_from, first_step = self._resume(options)
+        self.progress.say(self._headline(data.num_train_tokens))
+
+        self.wandb = self._start_wandb()
+        identity = model_identity(self.config["model"])
+        self.monitor = Monitor(options, [self.csv, self.wandb, self.progress])
+        self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.stop, identity)
+        self.trainer = make_trainer(options, self.device, self.folder, [self.monitor, self.checkpoints])
+        self.progress.begin(first_step, options.max_steps)
+        self.trainer.fit(task, datamodule=data, ckpt_path=resume_from, weights_only=True)
+
+    def _build_data(self) -> Any:
+        began = time.perf_counter()
+        section = self.config["data"]
+        data = build("data", section)
+        data.prepare_data()
+        data.setup("fit")
+        self.seconds["data"] = time.perf_counter() - began
+        record = {name: section.get(name) for name in ("source", "batch_size")}
+        record |= {name: getattr(data, name) for name in ("num_train_tokens", "num_val_tokens", "unigram_loss")}
+        self.result.write(data=record)
+        return data
+
+    def _build_model(self, data_vocab_size: int) -> nn.Module:
+        section = self.config["model"]
+        # On the CPU and in fp32 whatever the device and precision, so that a seed always means the same weights.
+        seed_everything(self.config["seed"], verbose=False)
+        model = build("model", section)
+        size = section["vocab_size"]
+        require(
+            "model.vocab_size", size, size >= data_vocab_size, f"at least {data_vocab_size}, the tokens of the data"
+        )
+        count = sum(parameter.numel() for parameter in model.parameters())
+        self.result.write(model=str(section["_target_"]).rpartition(".")[2], num_params=count)
+        return model
+
+    def _resume(self, options: TrainerOptions) -> tuple[Path | None, int]:
+        if self.config["resume"] is None:
+            return None, 0
+        path = checkpoint.find(str(self.config["resume"]))
+        step = checkpoint.check(path, model_identity(self.config["model"]), options.max_steps)
+        self.result.write(resumed_from=path, resumed_at_step=step)
+        return path, step
+
+    def _start_wandb(self) -> WandbSink:
+        impl = self.config["impl"]
+        options = build("logger", self.config["logger"], LoggerOptions)
+        name = f"{impl}-dim{self.config['dim']}"
+        return WandbSink(options, self.folder, name, impl, self.group, self.config, self.progress.say)
+
+    def _headline(self, num_train_tokens: int) -> str:
+        fields = self.result.fields
+        impl, resolved = fields["impl"], fields["impl_resolved"]
+        parts = (
+            f"{fields['model']}, dim {fields['dim']}, {fields['num_params']:,} parameters",
+            f"impl {impl if impl == resolved else f'{impl} ({resolved})'}",
+            f"{num_train_tokens:,} training tokens",
+            fields["environment"]["gpu"] or "CPU",
+        )
+        return "   ".join(parts)
+
+    def finish(self, ending: Ending) -> None:
+        """Records the ending in result.json, metrics.csv and W&B."""
+        if self.monitor is not None and self.monitor.started is not None:
+            self._collect(self.monitor)
+        self.progress.close()
+        self.csv.close()
+        self.seconds["total"] = time.perf_counter() - self.began
+        self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint, seconds=self.seconds)
+        if self.wandb is not None:
+            names = ("status", "reason", "impl_resolved", "num_params", "final_val_loss")
+            self.wandb.finish({name: self.result.fields.get(name) for name in names}, ending.exit_code)
+            self.result.write(wandb=self.wandb.folder)
+
+    def _collect(self, monitor: Monitor) -> None:
+        """Takes the numbers of the loop, however it ended."""
+        try:
+            monitor.flush()
+        except Exception:
+            # The run has its ending already; after a GPU error or on a full disk this cannot be had.
+            log.warning("the last metrics are lost", exc_info=True)
+        assert self.trainer is not None and self.checkpoints is not None and monitor.started is not None
+        throughput = monitor.throughput()
+        warmup = throughput.warmup_s if throughput else None
+        self.seconds |= {"warmup": warmup, "train": time.perf_counter() - monitor.started - (warmup or 0.0)}
+        self.result.write(
+            steps=self.trainer.global_step,
+            final_train_loss=monitor.last.get("train/loss"),
+            final_val_loss=monitor.last.get("val/loss"),
+            throughput=asdict(throughput) if throughput else None,
+            peak_memory_gib=environment.peak_memory_gib(self.device),
+            checkpoint=self.checkpoints.written,
+        )

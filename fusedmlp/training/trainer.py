@@ -1,0 +1,88 @@
+"""The Lightning Trainer with everything off that costs host time per step or reads a value from the GPU."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from fusedmlp import impls
+from fusedmlp.errors import UserError
+from fusedmlp.training.options import TrainerOptions, choose, require
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the old file and renames, so that a full disk or a kill leaves the old one whole.
+
+    Lightning's own also copies the whole checkpoint in memory and through the system's temporary directory.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(partial, "wb") as file:
+                torch.save(checkpoint, file)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def choose_device(accelerator: str) -> torch.device:
+    """The device of `trainer.accelerator`. Raises: UserError for a GPU where there is none."""
+    gpu = torch.cuda.is_available()
+    require("trainer.accelerator", accelerator, accelerator != "gpu" or gpu, "cpu or auto: PyTorch finds no GPU here")
+    return torch.device("cuda", torch.cuda.current_device()) if gpu and accelerator != "cpu" else torch.device("cpu")
+
+
+def choose_precision(precision: str, device: torch.device) -> str:
+    """`trainer.precision` with "auto" decided: bf16-mixed on a GPU that computes in bf16, 32-true elsewhere."""
+    if precision != "auto":
+        return precision
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if bf16 else "32-true"
+
+
+def resolve_impl(name: str) -> str:
+    """The implementation that runs for `name`. Raises: UserError for an unknown one or one that cannot run here."""
+    choose("impl", name, impls.names())
+    reason = impls.unavailable(name)
+    if reason is not None:
+        raise UserError(f"impl={name} cannot run here: {reason}")
+    return impls.resolved(name)
+
+
+def model_identity(section: Mapping[str, Any]) -> dict[str, Any]:
+    """What two models must share to load each other's checkpoints: all of the section but impl."""
+    return {name: value for name, value in section.items() if name != "impl"}
+
+
+def make_trainer(options: TrainerOptions, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
+    """A Trainer for one device; logging, progress and checkpoints are the callbacks' business."""
+    return Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=[device.index] if device.type == "cuda" else 1,
+        precision=choose_precision(options.precision, device),  # type: ignore[arg-type]
+        max_steps=options.max_steps,
+        max_epochs=-1,
+        # In micro-batches; validation after the last step is asked for by the Checkpoints callback.
+        val_check_interval=max(options.val_every, 1) * options.accumulate,
+        check_val_every_n_epoch=None,
+        limit_val_batches=1.0 if options.val_every else 0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_autolog_hparams=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        # One process, also inside a Slurm job: Lightning's Slurm support would requeue it and resume by itself.
+        plugins=[LightningEnvironment(), AtomicCheckpointIO()],
+        callbacks=callbacks,
+    )

@@ -1,0 +1,90 @@
+"""Weights & Biases: one run per training run, offline unless asked. Training goes on if it cannot start or breaks."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fusedmlp.training.options import LoggerOptions
+
+log = logging.getLogger(__name__)
+
+
+class WandbSink:
+    """Sends rows to a W&B run.
+
+    Args:
+        folder: the run's directory; the W&B files go into its wandb/.
+        group: the sweep that the run belongs to, or None.
+        config: the resolved config.
+        warn: prints one line to the user.
+    """
+
+    def __init__(
+        self,
+        options: LoggerOptions,
+        folder: Path,
+        name: str,
+        impl: str,
+        group: str | None,
+        config: Mapping[str, Any],
+        warn: Any,
+    ):
+        self._warn, self._run = warn, None
+        self.folder: Path | None = None
+        if options.mode == "disabled":
+            return
+        try:
+            import wandb
+
+            self._run = wandb.init(
+                project=options.project,
+                entity=options.entity,
+                name=name,
+                group=group,
+                job_type=impl,
+                tags=options.tags,
+                config=dict(config),
+                dir=folder,
+                mode="online" if options.mode == "online" else "offline",
+                reinit="finish_previous",
+                # Console capture would wrap stdout, which the progress line owns.
+                settings=wandb.Settings(console="off", silent=True, init_timeout=60),
+            )
+            # Rows arrive late, so W&B's own step, which may only grow, would drop some.
+            self._run.define_metric("*", step_metric="step")
+            self.folder = Path(self._run.dir).parent
+        except Exception as error:
+            self._give_up(error)
+
+    def write(self, row: dict[str, float]) -> None:
+        self._call("log", dict(row))
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Ends the W&B run; it is marked failed unless `exit_code` is 0."""
+        if self._run is not None:
+            self._call("summary.update", dict(summary))
+            self._call("finish", exit_code=exit_code, quiet=True)
+            self._run = None
+
+    def _call(self, name: str, *arguments: Any, **keywords: Any) -> None:
+        if self._run is None:
+            return
+        try:
+            method: Any = self._run
+            for part in name.split("."):
+                method = getattr(method, part)
+            method(*arguments, **keywords)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        log.warning("Weights & Biases stopped", exc_info=error)
+        lines = str(error).strip().splitlines()
+        self._warn(
+            f"warning: no Weights & Biases log ({lines[0] if lines else type(error).__name__}); training goes on"
+        )

@@ -1,0 +1,33 @@
+"""Train a network whose GELUs, softmaxes and MLPs come from one implementation, and measure it.
+
+python train.py                                               # the default: an MLP on text, best on any machine
+python train.py impl=triton model=gpt dim=512                 # choose the parts
+python train.py -m impl=manual,native,compiled dim=128,256    # every combination, one after another
+python train.py --help                                        # all groups, options and values
+"""
+
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from fusedmlp.training.cli import Jobs, launch, register_impls
+from fusedmlp.training.run import run
+
+jobs = Jobs()
+register_impls()
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+def main(cfg: DictConfig) -> None:
+    job = HydraConfig.get()
+    sweep = Path(job.sweep.dir) if job.mode == RunMode.MULTIRUN else None
+    group = None if sweep is None else "-".join(sweep.parts[-2:])
+    result, ending = run(cfg, Path(job.runtime.output_dir), list(job.overrides.task), group)
+    jobs.ended(result, ending)
+
+
+if __name__ == "__main__":
+    launch(main, jobs)
