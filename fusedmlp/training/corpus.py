@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from fusedmlp.training.corpus_sources import Source
 VOCAB_SIZE = 256
 _FORMAT = 1  # part of every key: raise it whenever the same settings would give other files
 _ABANDONED_SECONDS = 24 * 3600
+_TEMPORARY = f".*.bin.{'[0-9a-f]' * 32}.tmp"  # narrow, since the directory may be the user's own
 _COUNT_BLOCK = 1 << 24
 
 log = logging.getLogger(__name__)
@@ -73,26 +75,36 @@ def load_or_build(source: Source, val_fraction: float, cache_dir: Path) -> Corpu
 
 
 def default_cache_dir() -> Path:
-    """$FUSEDMLP_CACHE/data, else data/ in fusedmlp's folder of the platform's cache directory."""
+    """$FUSEDMLP_CACHE/data, else fusedmlp/data in the platform's cache directory.
+
+    Raises: UserError when that directory cannot be told, because there is no home directory.
+    """
     if chosen := os.environ.get("FUSEDMLP_CACHE"):
         return Path(chosen).expanduser() / "data"
+    try:
+        return _platform_cache() / "fusedmlp" / "data"
+    except RuntimeError as error:
+        raise UserError(
+            "no home directory to keep the data cache in; set data.cache_dir=DIR or FUSEDMLP_CACHE"
+        ) from error
+
+
+def _platform_cache() -> Path:
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(xdg):  # the XDG specification says to ignore a relative path
-        root = Path(xdg)
-    elif sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches"
-    else:
-        root = Path.home() / ".cache"
-    return root / "fusedmlp" / "data"
+        return Path(xdg)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path.home() / ".cache"
 
 
 def unigram_loss(train: np.ndarray, val: np.ndarray) -> float:
     """Cross-entropy of `val` under the byte frequencies of `train`, in nats per token.
 
     Args:
-        train, val: (n,) uint8.  One is added to every count, so that a byte the training text lacks costs a finite loss.
+        train, val: (n,) uint8.  Counts start at one, so that a byte the training text lacks has a finite loss.
     """
     train_counts = _byte_counts(train) + 1
     val_counts = _byte_counts(val)
@@ -156,7 +168,7 @@ def _write_tokens(source: Source, path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(file) -> None:
+def _sync(file: IO[Any]) -> None:
     file.flush()
     os.fsync(file.fileno())
 
@@ -173,7 +185,7 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 def _remove_abandoned(directory: Path) -> None:
     # A killed build cannot clean up after itself. A live one writes all the time, so an old file has no owner.
-    for leftover in directory.glob(".*.tmp"):
+    for leftover in directory.glob(_TEMPORARY):
         with contextlib.suppress(OSError):
             if time.time() - leftover.stat().st_mtime > _ABANDONED_SECONDS:
                 leftover.unlink()

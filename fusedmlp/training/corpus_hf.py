@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fusedmlp.errors import UserError
+from fusedmlp.training.corpus_sources import from_user_directory
 
 _ROWS = 1000
+# Without files, these would read whatever lies in the current directory.
+_FORMATS = ("json", "csv", "parquet", "text", "arrow", "xml")
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,8 @@ class HfSource:
             builder.download_and_prepare()
             dataset = builder.as_dataset(split=self.split)
             column = self._text_column(dataset.features)
-            for first in range(0, len(dataset), _ROWS):
-                rows = dataset[first : first + _ROWS][column]
-                yield "".join(f"{row}\n" for row in rows if row is not None).encode()
+            for rows in dataset.select_columns([column]).iter(batch_size=_ROWS):
+                yield "".join(f"{row}\n" for row in rows[column] if row is not None).encode()
 
     def describe(self) -> str:
         return f"{self._asked_for()} has no text"
@@ -53,8 +55,15 @@ class HfSource:
 
         if not self.name:
             raise UserError("data=hf needs data.name: a dataset on the Hugging Face hub, a folder, or json, csv, text")
-        files = [self.data_files] if isinstance(self.data_files, str) else self.data_files
-        return datasets.load_dataset_builder(self.name, self.config, data_files=files and list(files))
+        if not self.split:
+            raise UserError("data=hf needs data.split, such as train, train[:10%] or train+validation")
+        files = [self.data_files] if isinstance(self.data_files, str) else list(self.data_files or [])
+        files = [file if "://" in file else str(from_user_directory(file)) for file in files]
+        if self.name in _FORMATS and not files:
+            raise UserError(f"data.name={self.name} needs data.data_files: a file, a glob, or a list of them")
+        folder = from_user_directory(str(self.name))
+        place = str(folder) if self.name not in _FORMATS and folder.is_dir() else str(self.name)
+        return datasets.load_dataset_builder(place, self.config, data_files=files or None)
 
     def _text_column(self, features: Any) -> str:
         """The column asked for, or the only one that holds text."""
@@ -62,7 +71,7 @@ class HfSource:
         text = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
         if self.column is None and len(text) == 1:
             return text[0]
-        if self.column in text:
+        if self.column is not None and self.column in text:
             return self.column
         there = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
         asked = (
@@ -83,7 +92,7 @@ def _one_message(asked_for: str) -> Iterator[None]:
     """
     import datasets
 
-    counts, bars = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, not datasets.is_progress_bar_disabled()
+    counts, quiet = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS, datasets.utils.are_progress_bars_disabled()
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -92,9 +101,9 @@ def _one_message(asked_for: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        cause = error.__cause__ or error
-        raise UserError(f"cannot load {asked_for}: {cause}") from error
+        hint = "; data=stdlib and data=text need no network" if isinstance(error, ConnectionError) else ""
+        raise UserError(f"cannot load {asked_for}: {error.__cause__ or error}{hint}") from error
     finally:
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
-        if bars:
+        if not quiet:
             datasets.enable_progress_bars()

@@ -9,6 +9,7 @@ import glob
 import hashlib
 import os
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,6 +56,13 @@ def make_source(name: str, options: dict[str, Any]) -> Source:
     return kinds[name](**options)
 
 
+def require_integers(minimum: int, **values: Any) -> None:
+    """Raise UserError for the first value that is no integer of at least `minimum`; its name is its key in data."""
+    for key, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise UserError(f"data.{key}={value!r} is not accepted; it must be an integer of at least {minimum}")
+
+
 def from_user_directory(path: str) -> Path:
     """Resolve a path that the user wrote, against the directory they started the program in.
 
@@ -92,7 +100,7 @@ class StdlibSource:
             subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_SKIPPED]
             # _sysconfigdata*.py holds the paths of the machine that built Python.
             found += [Path(directory, name) for name in names if name.endswith(".py") and name[:5] != "_sysc"]
-        readable = filter(_is_utf8, found)
+        readable = filter(_is_text, found)
         return tuple(
             sorted(readable, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
         )
@@ -118,8 +126,9 @@ class TextSource:
         return f"data.files={self.files} holds no text"
 
     def _files(self) -> tuple[Path, ...]:
-        patterns = [self.files] if isinstance(self.files, str) else list(self.files or [])
-        if not patterns:
+        listed = isinstance(self.files, Sequence) and not isinstance(self.files, str)
+        patterns = list(self.files or []) if listed else [self.files]
+        if not patterns or None in patterns:
             raise UserError(
                 "data=text needs data.files: a file, a glob such as 'docs/**/*.md', or a list [a.txt,b.txt]"
             )
@@ -133,6 +142,11 @@ class SyntheticSource:
 
     num_tokens: int = 1 << 24
     content_seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_integers(1, num_tokens=self.num_tokens)
+        require_integers(0, content_seed=self.content_seed)
+
     kind: ClassVar[str] = "synthetic"
 
     def identity(self) -> dict[str, Any]:
@@ -144,14 +158,22 @@ class SyntheticSource:
             yield generator.bytes(min(_READ_BYTES, self.num_tokens - first))
 
     def describe(self) -> str:
-        return f"data.num_tokens={self.num_tokens}; ask for at least 1"
+        return f"data.num_tokens={self.num_tokens}"
 
 
 def _through_datasets(rows: Callable[[], Iterator[dict[str, str]]]) -> Iterator[bytes]:
     """Stream rows through a Hugging Face dataset: no copy of them in its cache, no progress bar, no network."""
-    from datasets import IterableDataset
+    import datasets
 
-    for row in IterableDataset.from_generator(rows):
+    # Even a streamed dataset makes a lock file in the library's cache, which need not be writable.
+    cache = datasets.config.HF_DATASETS_CACHE
+    with tempfile.TemporaryDirectory() as scratch:
+        datasets.config.HF_DATASETS_CACHE = scratch
+        try:
+            dataset = datasets.IterableDataset.from_generator(rows)
+        finally:
+            datasets.config.HF_DATASETS_CACHE = cache
+    for row in dataset:
         yield row["text"].encode()
 
 
@@ -201,9 +223,8 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_utf8(path: Path) -> bool:
+def _is_text(path: Path) -> bool:
     try:
-        path.read_bytes().decode()
+        return "\0" not in path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
         return False
-    return True

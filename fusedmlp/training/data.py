@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from fusedmlp.errors import UserError
 from fusedmlp.training.corpus import VOCAB_SIZE, Corpus, default_cache_dir, load_or_build
-from fusedmlp.training.corpus_sources import from_user_directory, make_source
+from fusedmlp.training.corpus_sources import from_user_directory, make_source, require_integers
 from fusedmlp.training.data_windows import (
     BatchLoader,
     TrainBatches,
@@ -15,6 +16,14 @@ from fusedmlp.training.data_windows import (
     WindowOrder,
     validation_starts,
 )
+
+# What a checkpoint's position depends on, as the user knows it.
+_MEANING = {
+    "fingerprint": "the corpus (its text and data.val_fraction)",
+    "seed": "seed",
+    "seq_len": "model.context",
+    "global_batch_size": "data.batch_size x number of processes",
+}
 
 
 class TextDataModule(LightningDataModule):
@@ -51,9 +60,9 @@ class TextDataModule(LightningDataModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        _require_integers(1, batch_size=batch_size, seq_len=seq_len, val_batches=val_batches)
-        _require_integers(0, seed=seed, num_workers=num_workers)
-        if not 0 < val_fraction < 1:
+        require_integers(1, batch_size=batch_size, seq_len=seq_len, val_batches=val_batches)
+        require_integers(0, seed=seed, num_workers=num_workers)
+        if not isinstance(val_fraction, float) or not 0 < val_fraction < 1:
             raise UserError(f"data.val_fraction={val_fraction} is not between 0 and 1; the default is 0.1")
         self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
         self.val_fraction, self.val_batches, self.num_workers = val_fraction, val_batches, num_workers
@@ -128,15 +137,17 @@ class TextDataModule(LightningDataModule):
         Raises: UserError when the checkpoint's corpus, seed or batch shape differs, since a position in another order
             of batches means nothing.
         """
-        if self.trainer is not None and self.trainer.state.fn != "fit":
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
-        mine = self._identity()
-        differing = [key for key in mine if state_dict.get(key) != mine[key]]
-        if differing:
-            details = "; ".join(f"{key} was {state_dict.get(key)}, is {mine[key]}" for key in differing)
+        differences = [
+            f"{_MEANING[key]} was {state_dict.get(key)}, is {mine}"
+            for key, mine in self._identity().items()
+            if state_dict.get(key) != mine
+        ]
+        if differences:
             raise UserError(
-                f"cannot resume: the checkpoint was trained on other batches ({details}). Use the data settings, seed "
-                "and number of processes of the original run, or start a new run."
+                f"cannot resume: the checkpoint (data={state_dict.get('source')}) was trained on other batches: "
+                f"{'; '.join(differences)}. Use the settings of the original run, or start a new one."
             )
         self._resume_at = state_dict["consumed"]
 
@@ -151,29 +162,38 @@ class TextDataModule(LightningDataModule):
     def _consumed(self) -> int:
         if self.trainer is None:
             return self._resume_at or 0
-        # Gradients of an unfinished accumulation are not in a checkpoint, so its micro-batches must be seen again.
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return progress.total.processed - progress.current.processed % self.trainer.accumulate_grad_batches
+        # The gradients of an unfinished accumulation are not in a checkpoint: its micro-batches must be seen again.
+        batches = _batch_progress(self.trainer)
+        return batches.total.processed - batches.current.processed % self.trainer.accumulate_grad_batches
 
     def _first_batch(self) -> int:
         if self.trainer is None:
             return self._resume_at or 0
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        first = progress.total.processed if self._resume_at is None else self._resume_at
+        first = _batch_progress(self.trainer).total.processed if self._resume_at is None else self._resume_at
         self._resume_at = None
-        # Lightning counts the micro-batches of an unfinished accumulation as done, and would step too early.
-        if (repeated := progress.total.processed - first) > 0:
-            progress.increment_by(-repeated, is_last_batch=progress.is_last_batch)
+        _rewind(self.trainer, first)
         return first
 
     def _pin_memory(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
 
-def _require_integers(minimum: int, **values: Any) -> None:
-    for key, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise UserError(f"data.{key}={value!r} is not accepted; it must be an integer of at least {minimum}")
+def _batch_progress(trainer: Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def _rewind(trainer: Trainer, first: int) -> None:
+    """Make the trainer count `first` micro-batches as done, and none as begun.
+
+    Restored from a checkpoint of an interrupted step, Lightning's counters include what has to be repeated: the
+    optimizer would step too early, and validation run out of turn.
+    """
+    batches = _batch_progress(trainer)
+    repeated = batches.total.processed - first
+    if repeated > 0 or batches.total.ready > batches.total.processed:
+        for counter in (batches.total, batches.current):
+            done = counter.processed - repeated
+            counter.ready = counter.started = counter.processed = counter.completed = done
 
 
 def _require_window(split: str, num_tokens: int, seq_len: int, change: str) -> None:

@@ -73,6 +73,7 @@ def _epoch_starts(seed: int, epoch: int, windows: int, stride: int) -> np.ndarra
     starts = generator.permutation(windows)
     starts *= stride
     starts += offset
+    starts.flags.writeable = False  # callers get views of what the cache holds
     return starts
 
 
