@@ -144,10 +144,12 @@ def _first_line(error: Exception) -> str:
 
 def _rng_state() -> dict[str, Any]:
     """States of the global random number generators, as plain types and tensors."""
-    name, keys, *rest = numpy.random.get_state()  # noqa: NPY002 - the global one, which seed_everything seeds
+    # The legacy generator is the one that seed_everything seeds.
+    numpy_state: Any = numpy.random.get_state()  # noqa: NPY002
+    name, keys, *rest = numpy_state
     return {
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype("int64")), *rest),  # type: ignore[union-attr]
+        "numpy": (name, torch.from_numpy(keys.astype("int64")), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

@@ -106,7 +106,9 @@ def last_lines(result: Result) -> list[str]:
     """What to print when a run is over: what came of it, where everything is, what to try next."""
     fields, folder = result.fields, result.folder
     lines = ["", *_outcome(fields), f"run        {_shown(folder)}"]
-    places = {"metrics": folder / "metrics.csv", "result": folder / "result.json", "log": folder / "train.log"}
+    places: dict[str, Path | None] = {"result": folder / "result.json", "log": folder / "train.log"}
+    if fields.get("steps"):
+        places |= {"metrics": folder / "metrics.csv"}
     places |= {"checkpoint": fields.get("checkpoint"), "W&B": fields.get("wandb")}
     lines += [f"  {name:10} {_shown(Path(place))}" for name, place in places.items() if place]
     return [*lines, *(f"next       {line}" for line in _next_steps(fields, folder))]
@@ -141,10 +143,8 @@ def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
     if fields["status"] != "completed":
         return []
     runnable = [name for name in impls.names() if impls.unavailable(name) is None and name != "auto"]
-    other = next(
-        (name for name in ("triton", "compiled", "native") if name in runnable and name != fields["impl"]), None
-    )
-    steps = [f"python train.py impl={other}   # the same with another implementation"] if other else []
+    others = [name for name in ("triton", "compiled", "native") if name in runnable and name != fields["impl"]]
+    steps = [f"python train.py impl={name}   # the same with another implementation" for name in others[:1]]
     if fields["group"] is None:
         steps.append(f"python train.py -m impl={','.join(runnable)}   # all of them, side by side")
     if fields.get("checkpoint"):

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from fusedmlp.training.metrics import Reading
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.task import LanguageModelTask
-from fusedmlp.training.throughput import Event, StepClock, Throughput, milliseconds, summarize
+from fusedmlp.training.throughput import Step, StepClock, Throughput, milliseconds, summarize
 
 Row = dict[str, float]
 
@@ -41,7 +41,7 @@ class Pending:
 
     row: Row  # what the host knows already
     reading: Reading
-    steps: list[tuple[Event, Event]]
+    steps: list[Step]
     samples: int
     tokens: int
 

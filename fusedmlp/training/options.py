@@ -110,9 +110,9 @@ def by_closeness(word: str, choices: Iterable[str]) -> list[str]:
 
 
 def build(section: str, values: Mapping[str, Any], target: Callable[..., Any] | None = None) -> Any:
-    """Calls `target`, or what `values["_target_"]` names, with the section's values once their names and types are right.
+    """Calls `target`, or what `values["_target_"]` names, once the names and types of the section's values are right.
 
-    Raises: UserError for an unknown or missing key or a value of another type; a ValueError of the target becomes one too.
+    Raises: UserError for an unknown or missing key, a value of another type, and in place of the target's ValueError.
     """
     values = dict(values)
     path = values.pop("_target_", None)
@@ -143,7 +143,7 @@ def _locate(section: str, path: str | None) -> Callable[..., Any]:
 
 def _parameters(function: Callable[..., Any]) -> tuple[dict[str, tuple[Any, bool]], bool]:
     """Name -> (annotation, whether it must be given) of a function or class, and whether it has **keywords besides."""
-    constructor = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
+    constructor = function.__init__ if inspect.isclass(function) else function
     hints = typing.get_type_hints(constructor)
     parameters = inspect.signature(function).parameters
     named = {

@@ -63,7 +63,7 @@ def claim_folder(wanted: Path) -> Path:
             number += 1
         except OSError as error:
             raise UserError(
-                f"the run's directory {folder} cannot be written: {error.strerror}; choose another with hydra.run.dir=DIR"
+                f"the run's directory {folder} cannot be written ({error.strerror}); choose one with hydra.run.dir=DIR"
             ) from error
 
 

@@ -181,7 +181,9 @@ class Run:
         except Exception:
             # The run has its ending already; after a GPU error or on a full disk this cannot be had.
             log.warning("the last metrics are lost", exc_info=True)
-        assert self.trainer is not None and self.checkpoints is not None and monitor.started is not None
+        assert self.trainer is not None
+        assert self.checkpoints is not None
+        assert monitor.started is not None
         throughput = monitor.throughput()
         warmup = throughput.warmup_s if throughput else None
         self.seconds |= {"warmup": warmup, "train": time.perf_counter() - monitor.started - (warmup or 0.0)}

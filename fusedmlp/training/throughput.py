@@ -3,19 +3,11 @@
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 MAX_WARMUP_STEPS = 10
-
-
-class Event(Protocol):
-    """A point in time; `torch.cuda.Event` is one."""
-
-    def record(self) -> None: ...
-
-    def elapsed_time(self, end_event: "Event", /) -> float: ...
 
 
 class HostEvent:
@@ -29,6 +21,9 @@ class HostEvent:
         return (end_event._time - self._time) * 1e3
 
 
+Step = tuple[Any, Any]  # begin and end, both CUDA events or both HostEvents
+
+
 class StepClock:
     """Marks the ends of optimizer steps; the durations are asked for later, when the device has passed the marks.
 
@@ -37,11 +32,11 @@ class StepClock:
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._last: Event | None = None
-        self._steps: list[tuple[Event, Event]] = []
+        self._last: Any = None
+        self._steps: list[Step] = []
 
-    def _mark(self) -> Event:
-        event: Event = torch.cuda.Event(enable_timing=True) if self._cuda else HostEvent()
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True) if self._cuda else HostEvent()
         event.record()
         return event
 
@@ -60,13 +55,13 @@ class StepClock:
     def pause(self) -> None:
         self._last = None
 
-    def take(self) -> list[tuple[Event, Event]]:
+    def take(self) -> list[Step]:
         """Begin and end of the steps since the last call; for `milliseconds`."""
         steps, self._steps = self._steps, []
         return steps
 
 
-def milliseconds(steps: list[tuple[Event, Event]]) -> list[float]:
+def milliseconds(steps: list[Step]) -> list[float]:
     """Duration of each step. On a GPU its marks must have been passed, or CUDA raises RuntimeError."""
     return [begin.elapsed_time(end) for begin, end in steps]
 
@@ -85,7 +80,7 @@ class Throughput:
 
 
 def summarize(step_ms: list[float], samples_per_step: int, tokens_per_step: int) -> Throughput | None:
-    """Throughput of a run from the durations of its steps in order; None if there is no steady window (below 2 steps)."""
+    """Throughput of a run from the durations of its steps in order; None below 2, which leave no steady window."""
     if len(step_ms) < 2:
         return None
     warmup = max(1, min(MAX_WARMUP_STEPS, len(step_ms) // 5))

@@ -67,7 +67,7 @@ class WandbSink:
         """Ends the W&B run; it is marked failed unless `exit_code` is 0."""
         if self._run is not None:
             self._call("summary.update", dict(summary))
-            self._call("finish", exit_code=exit_code, quiet=True)
+            self._call("finish", exit_code=exit_code)
             self._run = None
 
     def _call(self, name: str, *arguments: Any, **keywords: Any) -> None:
