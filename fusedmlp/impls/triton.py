@@ -20,6 +20,7 @@ except ImportError as error:
     raise ImportError("Triton is missing: `pip install triton` (Linux), or use impl=native or impl=compiled") from error
 
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
+from fusedmlp.kernels.softmax import softmax_bwd, softmax_fwd
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -111,3 +112,30 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Gelu.apply(x, approximate)
     return _gelu_fwd(x, approximate)
+
+
+_softmax_fwd = _register("softmax_fwd(Tensor x, int dim) -> Tensor", softmax_fwd, lambda x, dim: torch.empty_like(x))
+_softmax_bwd = _register(
+    "softmax_bwd(Tensor dy, Tensor y, int dim) -> Tensor", softmax_bwd, lambda dy, y, dim: torch.empty_like(y)
+)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int) -> Tensor:
+        y = _softmax_fwd(x, dim)
+        ctx.save_for_backward(y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return _softmax_bwd(dy, y, ctx.dim), None
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Softmax.apply(x, dim)
+    return _softmax_fwd(x, dim)
