@@ -93,8 +93,9 @@ def validation_starts(num_tokens: int, seq_len: int, batch_size: int, max_batche
 
 def gather(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> Batch:
     """Inputs and targets, each (B, T) int64, of the windows of (N,) uint8 tokens that begin at `starts`, (B,)."""
-    windows = torch.from_numpy(np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[starts])  # (B, T + 1)
-    return windows[:, :-1].to(torch.int64), windows[:, 1:].to(torch.int64)
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[starts]  # (B, T + 1)
+    # Converted by NumPy: torch would wake its thread pool for a few microseconds of work.
+    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))
 
 
 class TrainBatches(IterableDataset):

@@ -251,16 +251,19 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(accumulate, workers,
 
 
 @fits
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_model_checkpoint_s_position_and_a_longer_run(make_data, tmp_path):
-    saver = ModelCheckpoint(dirpath=tmp_path / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    fit(make_data(), tmp_path, [saver], max_steps=4)
+    def saver():
+        return ModelCheckpoint(dirpath=tmp_path / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+
+    fit(make_data(), tmp_path, [saver()], max_steps=4)
     positions = {}
     for step in (2, 4):
         checkpoint = torch.load(tmp_path / "saved" / f"step={step}.ckpt", weights_only=True)
         positions[step] = checkpoint["TextDataModule"]["consumed"]
     assert positions == {2: 2, 4: 4}
     whole = fit(make_data(), tmp_path)
-    longer = fit(make_data(), tmp_path, ckpt_path=tmp_path / "saved" / "step=4.ckpt")
+    longer = fit(make_data(), tmp_path, [saver()], ckpt_path=tmp_path / "saved" / "step=4.ckpt")
     assert longer.events[-3:] == whole.events[-3:]
     assert torch.equal(longer.embedding.weight, whole.embedding.weight)
 
