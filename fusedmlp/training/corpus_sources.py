@@ -98,8 +98,9 @@ class StdlibSource:
         found = []
         for directory, subdirectories, names in os.walk(root):
             subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_SKIPPED]
-            # _sysconfigdata*.py holds the paths of the machine that built Python.
-            found += [Path(directory, name) for name in names if name.endswith(".py") and name[:5] != "_sysc"]
+            # _sysconfigdata holds the paths of the machine that built Python.
+            names = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+            found += [Path(directory, name) for name in names]
         readable = filter(_is_text, found)
         return tuple(
             sorted(readable, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
