@@ -49,13 +49,22 @@ def load(name: str) -> ModuleType:
 
     Raises: ValueError for an unknown name; RuntimeError, with the reason and the remedy, if it cannot run here.
     """
-    module = _loaded.get(name)
-    if module is None:
-        reason = unavailable(name)
-        if reason is not None:
-            raise RuntimeError(f"impl={name!r} cannot run here: {reason}")
-        module = _loaded[name] = importlib.import_module(f"{__name__}.{name}")
-    return module
+    if torch.compiler.is_compiling():
+        _load(name)
+        return _loaded[name]
+    return _loaded.get(name) or _load(name) or _loaded[name]
+
+
+def _load(name: str) -> None:
+    reason = unavailable(name)
+    if reason is not None:
+        raise RuntimeError(f"impl={name!r} cannot run here: {reason}")
+    _loaded[name] = importlib.import_module(f"{__name__}.{name}")
+
+
+# A first call may come while TorchDynamo traces: it runs `_load` and takes the result for a constant. This is all that
+# `torch.compiler.assume_constant_result` does, without its import of TorchDynamo, which takes a second.
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def resolved(name: str) -> str:

@@ -124,9 +124,10 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:
-            for projection in (block.attention.proj, block.mlp.fc2):
-                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * len(self.blocks)))
+        for module in self.modules():
+            if isinstance(module, Block):
+                for projection in (module.attention.proj, module.mlp.fc2):
+                    nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * len(self.blocks)))
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.ndim != 2 or not 1 <= tokens.shape[1] <= self.context:

@@ -1,0 +1,71 @@
+"""Fixtures for all tests."""
+
+import os
+import re
+
+import pytest
+import torch
+
+from fusedmlp import impls
+
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETER
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not ON_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the tests of the contract run: the GPU, if there is one."""
+    return "cuda" if ON_GPU else "cpu"
+
+
+def skip_unless_available(impl: str) -> str:
+    reason = impls.unavailable(impl)
+    if reason:
+        pytest.skip(f"impl={impl}: {reason}")
+    return impl
+
+
+def pytest_generate_tests(metafunc):
+    """A test that takes `impl` runs once for every implementation there is."""
+    if "impl" in metafunc.fixturenames:
+        metafunc.parametrize("impl", impls.names(), indirect=True)
+
+
+@pytest.fixture
+def impl(request) -> str:
+    return skip_unless_available(request.param)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """`torch.empty` and its relatives hand out NaN, so that an element nobody wrote shows."""
+
+    def poison(allocate):
+        def allocated(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            if tensor.is_floating_point() and tensor.device.type != "meta":
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+            return tensor
+
+        return allocated
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def raises(error: type[Exception], *words: str):
+    """`pytest.raises` for a message that has all these words, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words)))

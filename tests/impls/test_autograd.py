@@ -1,0 +1,170 @@
+"""What every implementation owes to autograd: what it keeps, what it leaves alone, what it costs."""
+
+import pytest
+import torch
+from oracle import Case, gradients
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedmlp import functional, impls
+
+M, K, N = 24, 16, 32
+
+
+def cases(device, dtype=torch.float32):
+    def normal(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    linear = {"x": normal(M, K), "weight": normal(N, K), "bias": normal(N)}
+    mlp = {"x": normal(M, K), "weight1": normal(N, K), "bias1": normal(N), "weight2": normal(K, N), "bias2": normal(K)}
+    return [
+        Case("gelu", {"x": normal(M, K)}),
+        Case("gelu", {"x": normal(M, K)}, {"approximate": "tanh"}),
+        Case("softmax", {"x": normal(M, K)}, {"dim": -1}),
+        Case("softmax", {"x": normal(M, K)}, {"dim": 0}),
+        Case("linear_gelu", linear),
+        Case("mlp", mlp),
+    ]
+
+
+def leaves(case):
+    return {name: tensor.detach().clone().requires_grad_() for name, tensor in case.tensors.items()}
+
+
+def test_nothing_is_overwritten_and_two_backward_passes_agree(impl, device):
+    for case in cases(device):
+        tensors = leaves(case)
+        before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        y = case.call(impl, tensors)
+        y_before, dy = y.detach().clone(), torch.randn_like(y)
+        dy_before = dy.clone()
+        first = torch.autograd.grad(y, list(tensors.values()), dy, retain_graph=True)
+        kept = [gradient.clone() for gradient in first]
+        second = torch.autograd.grad(y, list(tensors.values()), dy)
+        for one, copy, other in zip(first, kept, second, strict=True):
+            assert torch.equal(copy, other), case.op
+            assert torch.equal(one, copy), f"{case.op}: the second backward pass changed the first one's gradient"
+        assert torch.equal(y, y_before)
+        assert torch.equal(dy, dy_before)
+        assert all(torch.equal(tensors[name], before[name]) for name in before), case.op
+
+
+def test_same_inputs_twice_give_the_same_bits(impl, device):
+    for case in cases(device):
+        first, second = gradients(case, impl), gradients(case, impl)
+        assert all(torch.equal(first[name], second[name]) for name in first), case.op
+
+
+def test_double_backward_is_right_or_raises_clearly(impl, device):
+    for case in cases(device):
+        tensors = leaves(case)
+        x = tensors["x"]
+        (dx,) = torch.autograd.grad(case.call(impl, tensors).square().sum(), x, create_graph=True)
+        try:
+            (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+        except RuntimeError as error:
+            message = str(error).lower()
+            assert "double backward" in message or "once_differentiable" in message, message
+            continue
+        reference = leaves(case)
+        (dx,) = torch.autograd.grad(case.call("native", reference).square().sum(), reference["x"], create_graph=True)
+        (expected,) = torch.autograd.grad(dx.square().sum(), reference["x"])
+        torch.testing.assert_close(ddx, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+def test_a_frozen_tensor_gets_no_gradient_and_the_others_stay_right(impl, device):
+    for case in cases(device):
+        if len(case.tensors) == 1:
+            continue
+        dy = torch.ones_like(case.call(impl, case.tensors))
+        expected = gradients(case, impl, dy=dy)
+        for frozen in case.tensors:
+            tensors = leaves(case)
+            tensors[frozen].requires_grad_(False)
+            case.call(impl, tensors).backward(dy)
+            assert tensors[frozen].grad is None
+            for name, tensor in tensors.items():
+                if name != frozen:
+                    torch.testing.assert_close(
+                        tensor.grad, expected[f"d{name}"], msg=f"{case.op} d{name}, {frozen} frozen"
+                    )
+
+
+def test_a_frozen_tensor_costs_no_flops(impl, device):
+    """The backward pass of linear_gelu is two GEMMs; one of them goes with the input or the weight."""
+    if impls.resolved(impl) == "compiled":
+        pytest.skip("FlopCounterMode does not see into a compiled graph")
+    case = next(case for case in cases(device) if case.op == "linear_gelu")
+
+    def backward_flops(*frozen):
+        tensors = leaves(case)
+        for name in frozen:
+            tensors[name].requires_grad_(False)
+        y = case.call(impl, tensors)
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        return counter.get_total_flops()
+
+    gemm = 2 * M * K * N
+    assert backward_flops() == 2 * gemm
+    assert backward_flops("x") == gemm
+    assert backward_flops("weight") == gemm
+    assert backward_flops("x", "weight") == 0
+
+
+def test_flops_of_the_forward_pass(impl, device):
+    if impls.resolved(impl) == "compiled":
+        pytest.skip("FlopCounterMode does not see into a compiled graph")
+    for case in cases(device):
+        expected = {"linear_gelu": 2 * M * K * N, "mlp": 4 * M * K * N}.get(case.op, 0)
+        with FlopCounterMode(display=False) as counter:
+            case.call(impl, leaves(case))
+        assert counter.get_total_flops() == expected, case.op
+
+
+def test_nothing_is_kept_without_gradients(impl, device):
+    """Under no_grad parameters still say requires_grad; nothing may be saved for a backward pass that cannot come."""
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.shape)
+        return tensor
+
+    for case in cases(device):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.no_grad():
+                y = case.call(impl, leaves(case))
+            assert not y.requires_grad
+            assert y.grad_fn is None
+            case.call(impl, {name: tensor.detach() for name, tensor in case.tensors.items()})
+        assert saved == [], case.op
+
+
+@pytest.mark.gpu
+def test_memory_without_gradients(impl):
+    """No hidden-sized tensor survives the call: the output alone stays allocated."""
+    x, weight = torch.randn(4096, 256, device="cuda"), torch.randn(1024, 256, device="cuda", requires_grad=True)
+    with torch.no_grad():
+        functional.linear_gelu(x, weight, impl=impl)
+        before = torch.cuda.memory_allocated()
+        y = functional.linear_gelu(x, weight, impl=impl)
+    assert torch.cuda.memory_allocated() - before <= y.numel() * y.element_size() + 2**20
+
+
+def test_autocast_computes_as_linear_does(impl, device):
+    """Compute dtype from autocast, gradients in the parameters' dtype; gelu and softmax keep the dtype of x."""
+    for case in cases(device):
+        tensors = leaves(case)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            if torch.bfloat16 not in impls.dtypes(impl):
+                pytest.skip("no bf16")
+            if impl == "triton" and device == "cpu":
+                pytest.skip("Triton's interpreter computes bf16 dot products wrongly")
+            y = case.call(impl, tensors)
+        assert y.dtype == (torch.bfloat16 if case.op in ("linear_gelu", "mlp") else torch.float32)
+        y.float().square().sum().backward()
+        assert all(tensor.grad.dtype == torch.float32 for tensor in tensors.values())
+        reference = leaves(case)
+        case.call("native", reference).square().sum().backward()
+        for name, tensor in tensors.items():
+            error = (tensor.grad - reference[name].grad).norm() / reference[name].grad.norm()
+            assert error < 0.03, f"{case.op} d{name}"

@@ -1,0 +1,96 @@
+"""How implementations are found, and what is said of one that is unknown or cannot run here."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import raises
+
+import fusedmlp
+from fusedmlp import impls
+from fusedmlp.impls import compiled
+
+OPS = ("gelu", "softmax", "linear_gelu", "mlp")
+
+
+def test_the_files_are_the_names():
+    assert {"auto", "compiled", "cuda", "manual", "native", "triton"} <= set(fusedmlp.impl_names())
+    assert fusedmlp.impl_names() == sorted(fusedmlp.impl_names())
+
+
+def test_every_available_implementation_has_every_op(impl):
+    assert all(callable(getattr(impls.load(impl), op)) for op in OPS)
+
+
+def test_an_unknown_implementation_lists_the_names():
+    with raises(ValueError, "'trition'", "compiled", "manual", "native"):
+        fusedmlp.functional.gelu(torch.ones(2), impl="trition")
+    with raises(ValueError, "'x'", "native"):
+        fusedmlp.unavailable("x")
+
+
+def test_an_unavailable_implementation_says_why_and_never_falls_back(monkeypatch):
+    monkeypatch.setattr(impls, "_loaded", {})
+    monkeypatch.setattr(compiled, "unavailable", lambda: "no compiler; install one")
+    assert fusedmlp.unavailable("compiled") == "no compiler; install one"
+    with raises(RuntimeError, "'compiled' cannot run here", "no compiler; install one"):
+        fusedmlp.functional.gelu(torch.ones(2), impl="compiled")
+    with raises(RuntimeError, "no compiler"):
+        fusedmlp.FusedMLP(4, impl="compiled")
+
+
+def test_a_sixth_implementation_is_one_file(monkeypatch, tmp_path):
+    body = "from fusedmlp.impls.native import *\nfrom fusedmlp.impls.native import unavailable\n"
+    (tmp_path / "sixth.py").write_text(body)
+    (tmp_path / "broken.py").write_text("import a_module_that_is_not_installed\n")
+    monkeypatch.setattr(impls, "__path__", [*impls.__path__, str(tmp_path)])
+    monkeypatch.setattr(impls, "_loaded", {})
+    try:
+        assert {"sixth", "broken"} <= set(fusedmlp.impl_names())
+        x = torch.randn(3)
+        assert torch.equal(fusedmlp.functional.gelu(x, impl="sixth"), torch.nn.functional.gelu(x))
+        assert impls.resolved("sixth") == "sixth"
+        assert "a_module_that_is_not_installed" in fusedmlp.unavailable("broken")
+    finally:
+        sys.modules.pop("fusedmlp.impls.sixth", None)
+
+
+def test_auto_says_what_runs():
+    assert impls.resolved("auto") == "native"
+    assert impls.resolved("manual") == "manual"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda patch: patch.setattr(torch._dynamo.config, "disable", True), "TORCH_COMPILE_DISABLE"),
+        (lambda patch: patch.setattr(shutil, "which", lambda name: None), "g++"),
+        (lambda patch: patch.setattr(compiled.sysconfig, "get_paths", lambda: {"include": "/nowhere"}), "python3-dev"),
+        (lambda patch: patch.setattr(torch._dynamo, "is_dynamo_supported", lambda: False), "does not support Python"),
+    ],
+)
+def test_compiled_names_what_is_missing(monkeypatch, break_it, words):
+    break_it(monkeypatch)
+    assert words in compiled.unavailable()
+
+
+def test_compiled_never_runs_eagerly_however_many_shapes():
+    """Beyond the recompile limit TorchDynamo would run the plain function; a fresh copy is compiled instead."""
+    if compiled.unavailable():
+        pytest.skip(compiled.unavailable())
+    compiles = []
+
+    def count(graph, inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_inductor", count)
+        patch.setattr(compiled, "_copies", {})
+        # A constant argument that differs per call is a new version each time, never a dynamic size.
+        for size in range(2, 40):
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                x = torch.randn(size)
+                torch.testing.assert_close(impls.load("compiled").gelu(x, "none"), torch.nn.functional.gelu(x))
+    assert len(compiles) == 38

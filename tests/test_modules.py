@@ -1,0 +1,91 @@
+"""The modules stand in for nn.Linear + nn.GELU: parameters, initialisation, state dict, results."""
+
+import pytest
+import torch
+from conftest import raises
+from torch import nn
+
+from fusedmlp import FusedLinearGeLU, FusedMLP, TritonSoftmax, impl_names
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_gelu_is_linear_then_gelu(impl, bias, device):
+    torch.manual_seed(1)
+    linear = nn.Linear(12, 20, bias=bias, device=device)
+    torch.manual_seed(1)
+    fused = FusedLinearGeLU(12, 20, bias=bias, impl=impl, device=device)
+    assert list(fused.state_dict()) == list(linear.state_dict())
+    for name, parameter in linear.named_parameters():
+        assert torch.equal(parameter, fused.get_parameter(name))
+    x = torch.randn(2, 5, 12, device=device)
+    torch.testing.assert_close(fused(x), nn.functional.gelu(linear(x)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_mlp_is_two_linears(impl, bias, approximate, device):
+    torch.manual_seed(1)
+    fc1, fc2 = (nn.Linear(*sizes, bias=bias, device=device) for sizes in ((12, 48), (48, 12)))
+    torch.manual_seed(1)
+    fused = FusedMLP(12, bias=bias, approximate=approximate, impl=impl, device=device)
+    names = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    assert list(fused.state_dict()) == [name for name in names if bias or "bias" not in name]
+    assert torch.equal(fused.fc1.weight, fc1.weight)
+    assert torch.equal(fused.fc2.weight, fc2.weight)
+    x = torch.randn(7, 12, device=device)
+    torch.testing.assert_close(fused(x), fc2(nn.functional.gelu(fc1(x), approximate=approximate)))
+
+
+def test_softmax_is_nn_softmax(impl, device):
+    x = torch.randn(3, 4, 5, device=device)
+    for dim in (-1, 0, 1):
+        torch.testing.assert_close(TritonSoftmax(dim, impl=impl)(x), nn.Softmax(dim)(x))
+
+
+def test_state_dicts_load_across_implementations(impl):
+    source = FusedMLP(8, 16, 4, impl="native")
+    target = FusedMLP(8, 16, 4, impl=impl)
+    target.load_state_dict(source.state_dict(), strict=True)
+    assert torch.equal(target.fc2.weight, source.fc2.weight)
+
+
+def test_sizes_default_to_a_transformer_block():
+    mlp = FusedMLP(8)
+    assert (mlp.fc1.in_features, mlp.fc1.out_features, mlp.fc2.out_features) == (8, 32, 8)
+
+
+def test_dtype_and_device_reach_the_parameters():
+    for module in (
+        FusedMLP(8, dtype=torch.bfloat16, device="meta"),
+        FusedLinearGeLU(8, 8, dtype=torch.bfloat16, device="meta"),
+    ):
+        assert {(p.dtype, p.device.type) for p in module.parameters()} == {(torch.bfloat16, "meta")}
+
+
+def test_repr_names_the_implementation():
+    assert "impl='native'" in repr(FusedMLP(8, impl="native"))
+    expected = "FusedLinearGeLU(in_features=8, out_features=4, bias=False, approximate='tanh', impl='native')"
+    assert repr(FusedLinearGeLU(8, 4, bias=False, approximate="tanh", impl="native")) == expected
+    assert repr(TritonSoftmax(1, impl="native")) == "TritonSoftmax(dim=1, impl='native')"
+
+
+def test_the_implementation_is_chosen_at_construction():
+    for build in (
+        lambda impl: FusedMLP(8, impl=impl),
+        lambda impl: FusedLinearGeLU(8, 8, impl=impl),
+        lambda impl: TritonSoftmax(impl=impl),
+    ):
+        with raises(ValueError, "'nativ'", *[name for name in impl_names() if name != "cuda"]):
+            build("nativ")
+    with raises(ValueError, "approximate='erf'"):
+        FusedMLP(8, approximate="erf")
+
+
+def test_the_implementation_can_be_changed_later():
+    mlp, x = FusedMLP(8, impl="native"), torch.randn(3, 8)
+    expected = mlp(x)
+    mlp.impl = "manual"
+    torch.testing.assert_close(mlp(x), expected)
+    mlp.impl = "nativ"
+    with raises(ValueError, "'nativ'"):
+        mlp(x)
