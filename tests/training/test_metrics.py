@@ -1,0 +1,74 @@
+"""DeviceMetrics: means over an interval, and nothing read before it is asked for."""
+
+import math
+
+import pytest
+import torch
+
+from fusedmlp.training.metrics import DeviceMetrics
+
+CPU = torch.device("cpu")
+
+
+def test_means_are_weighted_and_an_interval_begins_at_each_reading():
+    metrics = DeviceMetrics(("a", "b"), CPU)
+    metrics.add("a", torch.tensor(1.0))
+    metrics.add("a", torch.tensor(4.0), weight=3)
+    first = metrics.read()
+    metrics.add("b", torch.tensor(7.0))
+    assert first.means() == {"a": 3.25}
+    assert metrics.read().means() == {"b": 7.0}
+
+
+def test_a_reading_keeps_its_values_while_the_next_interval_goes_on():
+    metrics = DeviceMetrics(("a",), CPU)
+    metrics.add("a", torch.tensor(1.0))
+    reading = metrics.read()
+    metrics.add("a", torch.tensor(100.0))
+    assert reading.ready()
+    assert reading.means() == {"a": 1.0}
+
+
+def test_low_precision_values_are_summed_in_fp32():
+    metrics = DeviceMetrics(("a",), CPU)
+    for _ in range(1000):
+        metrics.add("a", torch.tensor(1.0, dtype=torch.bfloat16))
+    # bf16 cannot count beyond 256.
+    assert metrics.read().means() == {"a": 1.0}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_shows_in_the_mean(value):
+    metrics = DeviceMetrics(("a",), CPU)
+    for number in (1.0, value, 2.0):
+        metrics.add("a", torch.tensor(number))
+    assert not math.isfinite(metrics.read().means()["a"])
+
+
+def test_gradients_do_not_flow_into_metrics():
+    metrics = DeviceMetrics(("a",), CPU)
+    parameter = torch.ones((), requires_grad=True)
+    metrics.add("a", parameter * 2)
+    reading = metrics.read()
+    assert reading.means() == {"a": 2.0}
+    assert not metrics._sums.requires_grad
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_until_the_means_are_asked_for():
+    metrics = DeviceMetrics(("a",), torch.device("cuda"))
+    busy = torch.randn(4096, 4096, device="cuda")
+    value = torch.tensor(3.0, device="cuda")
+    metrics.read().means()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            busy @ busy
+        metrics.add("a", value)
+        reading = metrics.read()
+        assert not reading.ready(), "the copy is behind 50 large products; if it has arrived, somebody waited"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert reading.means() == {"a": 3.0}
+    assert reading.ready()

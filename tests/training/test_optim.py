@@ -1,0 +1,51 @@
+"""The optimizer's groups and the learning rate's course."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from training.runs import config
+
+from fusedmlp.models import GPT
+from fusedmlp.training.optim import build_optimizer, learning_rate
+from fusedmlp.training.options import TrainerOptions, build
+
+
+@pytest.fixture
+def options() -> TrainerOptions:
+    values = OmegaConf.to_container(config().trainer, resolve=True)
+    changes = {"max_steps": 110, "warmup_steps": 10, "learning_rate": 1.0, "min_learning_rate": 0.1}
+    return build("trainer", values | changes, TrainerOptions)
+
+
+def test_learning_rate_rises_linearly_then_follows_half_a_cosine(options):
+    rates = [learning_rate(step, options) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1)
+    assert sorted(rates[10:], reverse=True) == rates[10:]
+
+
+@pytest.mark.parametrize("warmup", [0, 110, 1000])
+def test_learning_rate_is_sound_for_any_warm_up(options, warmup):
+    options = replace(options, warmup_steps=warmup)
+    assert all(0 < learning_rate(step, options) <= 1.0 for step in range(120))
+
+
+def test_only_matrices_decay_and_every_parameter_is_optimized_once(options):
+    model = GPT(dim=32, num_layers=2, num_heads=2, context=8)
+    model.position_embedding.weight.requires_grad_(False)
+    optimizer = build_optimizer(model, options)
+    decayed, others = (group["params"] for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(parameter.ndim == 2 for parameter in decayed)
+    assert all(parameter.ndim == 1 for parameter in others)
+    wanted = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    assert sorted(id(parameter) for parameter in decayed + others) == sorted(wanted)
+
+
+def test_the_fused_form_is_used(options):
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), options)
+    assert all(group["fused"] for group in optimizer.param_groups)

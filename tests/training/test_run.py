@@ -1,0 +1,269 @@
+"""A training run inside the process: what it records, when it is left alone and when it breaks."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from training.runs import curve, fits, result, rows, train
+
+from fusedmlp.training import task
+from fusedmlp.training.csv_sink import COLUMNS, CsvSink
+from fusedmlp.training.metrics import DeviceMetrics
+from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.trainer import AtomicCheckpointIO
+
+pytestmark = fits
+
+
+def test_a_run_records_itself(tmp_path):
+    folder = tmp_path / "run"
+    ending = train(folder, "trainer.max_steps=8", "trainer.log_every=3", "trainer.val_every=4", "trainer.accumulate=2")
+    assert (ending.status, ending.exit_code) == ("completed", 0)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.csv",
+        "result.json",
+        "train.log",
+    ]
+    found = result(folder)
+    assert found["status"] == "completed"
+    assert (found["impl"], found["impl_resolved"], found["model"], found["dim"]) == (
+        "auto",
+        "native",
+        "MLPLanguageModel",
+        32,
+    )
+    assert (found["steps"], found["seed"], found["reason"]) == (8, 0, None)
+    assert found["num_params"] == sum(
+        tensor.numel() for tensor in torch.load(found["checkpoint"], weights_only=True)["state_dict"].values()
+    )
+    assert found["data"]["unigram_loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert found["throughput"]["steady_steps"] == 7
+    assert found["throughput"]["samples_per_s"] == pytest.approx(found["throughput"]["tokens_per_s"])
+    assert 0 < found["throughput"]["step_ms_p10"] <= found["throughput"]["step_ms_median"]
+    assert set(found["seconds"]) == {"import", "data", "warmup", "train", "total"}
+    assert found["environment"]["torch"] == torch.__version__
+    assert "impl_resolved: " not in (folder / "config.yaml").read_text()
+
+    assert tuple(rows(folder)[0]) == COLUMNS
+    assert list(curve(folder)) == [3, 6, 8], "every third step, and the last"
+    assert list(curve(folder, "val/loss")) == [4, 8], "every fourth step; the last falls on one"
+    assert found["final_train_loss"] == float(curve(folder)[8])
+    assert found["final_val_loss"] == float(curve(folder, "val/loss")[8])
+
+
+def test_the_last_step_is_validated_though_it_is_no_multiple(tmp_path):
+    train(tmp_path / "run", "trainer.max_steps=5", "trainer.val_every=2")
+    assert list(curve(tmp_path / "run", "val/loss")) == [2, 4, 5]
+
+
+def test_tokens_are_those_with_a_loss(tmp_path):
+    train(tmp_path / "run", "model=gpt", "model.num_heads=2", "model.context=16")
+    speed = result(tmp_path / "run")["throughput"]
+    assert speed["tokens_per_s"] == pytest.approx(16 * speed["samples_per_s"])
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path):
+    """4 micro-batches of 2 windows are the same windows as one batch of 8, so the mean loss and the update agree."""
+    train(tmp_path / "whole", "data.batch_size=8", "trainer.max_steps=4")
+    train(tmp_path / "parts", "data.batch_size=2", "trainer.max_steps=4", "trainer.accumulate=4")
+    for name in ("train/loss", "train/grad_norm"):
+        whole, parts = curve(tmp_path / "whole", name), curve(tmp_path / "parts", name)
+        assert [float(value) for value in parts.values()] == pytest.approx(
+            [float(value) for value in whole.values()], rel=1e-5
+        )
+
+
+def test_the_network_learns(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 500)
+    train(
+        tmp_path / "run", "data=text", f"data.files={text}", "trainer.max_steps=60", "trainer.val_every=60",
+        "trainer.learning_rate=1e-2", "trainer.log_every=10",
+    )  # fmt: skip
+    found = result(tmp_path / "run")
+    assert found["final_val_loss"] < 0.3 < found["data"]["unigram_loss"]
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that are read from tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def count_reads(tmp_path, monkeypatch):
+    """Trains 12 steps of 2 micro-batches, and counts the values read after the loop has begun."""
+
+    def count() -> int:
+        reads = Reads()
+        on_train_start = Monitor.on_train_start
+
+        def start_counting(self, trainer, module):
+            on_train_start(self, trainer, module)
+            reads.count = 0
+
+        monkeypatch.setattr(Monitor, "on_train_start", start_counting)
+        with reads:
+            ending = train(
+                tmp_path / "run", "trainer.max_steps=12", "trainer.accumulate=2", "trainer.log_every=5",
+                "trainer.checkpoint=false",
+            )  # fmt: skip
+        assert ending.status == "completed", ending.reason
+        return reads.count
+
+    return count
+
+
+def test_no_value_is_read_from_the_device(count_reads, tmp_path):
+    assert count_reads() == 0
+    assert list(curve(tmp_path / "run")) == [5, 10, 12]
+
+
+def test_without_the_mechanism_values_are_read_in_every_micro_batch(count_reads, monkeypatch):
+    """The counter sees what it is there for: metrics that are read at once."""
+    add = DeviceMetrics.add
+    monkeypatch.setattr(
+        DeviceMetrics, "add", lambda self, name, value, weight=1.0: add(self, name, torch.tensor(value.item()), weight)
+    )
+    assert count_reads() >= 24
+
+
+def poison_loss(monkeypatch, micro_batch: int, value: float = math.nan):
+    """From this micro-batch on the loss is not finite."""
+    calls = [0]
+    loss = task.next_token_loss
+
+    def poisoned(logits, targets):
+        calls[0] += 1
+        return loss(logits, targets) * (value if calls[0] >= micro_batch else 1.0)
+
+    monkeypatch.setattr(task, "next_token_loss", poisoned)
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 50])
+def test_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch, log_every):
+    poison_loss(monkeypatch, 6)
+    ending = train(
+        tmp_path / "run", "trainer.max_steps=50", "trainer.checkpoint_every=4", f"trainer.log_every={log_every}"
+    )
+    assert (ending.status, ending.exit_code) == ("diverged", 1)
+    found = result(tmp_path / "run")
+    assert found["status"] == "diverged"
+    assert "train/loss is nan" in found["reason"]
+    assert "learning_rate" in found["hint"]
+    assert found["steps"] <= 8, "detected at the next log point or checkpoint"
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["fusedmlp"]["step"] == 4
+    assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+
+
+def test_infinite_gradients_count_as_divergence(tmp_path, monkeypatch):
+    """The loss of that step is finite, and the parameters are NaN after it."""
+    backward = task.LanguageModelTask.manual_backward
+    monkeypatch.setattr(
+        task.LanguageModelTask, "manual_backward", lambda self, loss: backward(self, loss * torch.tensor(math.inf))
+    )
+    ending = train(tmp_path / "run")
+    assert ending.status == "diverged"
+    assert "train/grad_norm" in ending.reason
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried 9 GB"),
+    ],
+)
+def test_out_of_memory_has_its_reason_and_a_hint(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(task.LanguageModelTask, "training_step", fail)
+    ending = train(tmp_path / "run")
+    assert (ending.status, ending.exit_code) == ("failed", 1)
+    found = result(tmp_path / "run")
+    assert found["reason"].startswith("out of memory")
+    assert "data.batch_size" in found["hint"]
+    assert "Traceback" not in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_bug_keeps_its_traceback_in_the_log_and_the_checkpoint_before_it(tmp_path, monkeypatch):
+    step = task.LanguageModelTask.training_step
+
+    def fail(self, batch, batch_idx):
+        if self.trainer.global_step == 5:
+            raise IndexError("nobody thought of this")
+        step(self, batch, batch_idx)
+
+    monkeypatch.setattr(task.LanguageModelTask, "training_step", fail)
+    ending = train(tmp_path / "run", "trainer.checkpoint_every=2")
+    assert (ending.status, ending.reason) == ("failed", "IndexError: nobody thought of this")
+    found = result(tmp_path / "run")
+    assert found["steps"] == 5
+    assert len(rows(tmp_path / "run")) == 5, "nothing computed is lost"
+    assert "Traceback" in (tmp_path / "run" / "train.log").read_text()
+    assert torch.load(found["checkpoint"], weights_only=True)["fusedmlp"]["step"] == 4
+
+
+def test_a_full_disk_is_a_reason(tmp_path, monkeypatch):
+    def full(self, row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CsvSink, "write", full)
+    ending = train(tmp_path / "run")
+    assert (ending.status, ending.reason) == ("failed", "No space left on device")
+    assert result(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_checkpoint_that_breaks_off_leaves_the_one_before(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    with pytest.raises(AttributeError, match="pickle"):
+        AtomicCheckpointIO().save_checkpoint({"step": 2, "not to be pickled": lambda: None}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("impl=cuda",), ("impl=cuda cannot run here:",)),
+        (("dim=33",), ("model: dim=33", "context=16", "32")),
+        (("model=gpt", "model.num_heads=3"), ("model: dim=32", "num_heads=3", "33")),
+        (("trainer.max_steps=0",), ("trainer.max_steps=0",)),
+        (("data.batch_size=1000000",), ("data.batch_size=1000000", "at most")),
+        (("model.vocab_size=100",), ("model.vocab_size=100", "at least 256")),
+    ],
+)
+def test_what_the_user_can_put_right_is_one_message(tmp_path, overrides, words):
+    ending = train(tmp_path / "run", *overrides)
+    assert (ending.status, ending.exit_code, ending.bug) == ("failed", 1, False)
+    assert "\n" not in ending.reason
+    for word in words:
+        assert word in ending.reason
+    assert result(tmp_path / "run")["reason"] == ending.reason
+    assert "Traceback" not in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_runs_in_one_process_do_not_influence_one_another(tmp_path):
+    train(tmp_path / "alone", "trainer.max_steps=4")
+    train(tmp_path / "other", "seed=3", "dim=64", "trainer.max_steps=4")
+    train(tmp_path / "again", "trainer.max_steps=4")
+    assert curve(tmp_path / "again") == curve(tmp_path / "alone") != curve(tmp_path / "other")
+
+
+def test_without_checkpoints_none_are_written(tmp_path):
+    train(tmp_path / "run", "trainer.checkpoint=false")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert result(tmp_path / "run")["checkpoint"] is None
