@@ -49,10 +49,9 @@ def load(name: str) -> ModuleType:
 
     Raises: ValueError for an unknown name; RuntimeError, with the reason and the remedy, if it cannot run here.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or name not in _loaded:
         _load(name)
-        return _loaded[name]
-    return _loaded.get(name) or _load(name) or _loaded[name]
+    return _loaded[name]
 
 
 def _load(name: str) -> None:

@@ -17,7 +17,7 @@ SHAPES = [(64, 128), (63, 127), (65, 129), (1, 1), (1, 33), (33, 1), (3, 1023), 
 LINEAR = [(64, 64, 64), (33, 40, 72), (65, 63, 129), (1, 16, 1), (7, 1, 9), (0, 16, 8), (130, 24, 48)]
 
 
-# A C++ compiler takes seconds for each kernel of `compiled` on a CPU: there, one size and a second that makes it dynamic.
+# A C++ compiler takes seconds for each kernel of `compiled` on a CPU: one size there, and one that makes it dynamic.
 FEW = {"shapes": [(64, 128), (65, 129)], "linear": [(64, 64, 64), (33, 40, 72)], "dtypes": ("fp32", "bf16")}
 
 
