@@ -29,12 +29,8 @@ def test_a_run_records_itself(tmp_path):
     ]
     found = result(folder)
     assert found["status"] == "completed"
-    assert (found["impl"], found["impl_resolved"], found["model"], found["dim"]) == (
-        "auto",
-        "native",
-        "MLPLanguageModel",
-        32,
-    )
+    assert (found["impl"], found["impl_resolved"]) == ("auto", "native")
+    assert (found["model"], found["dim"]) == ("MLPLanguageModel", 32)
     assert (found["steps"], found["seed"], found["reason"]) == (8, 0, None)
     assert found["num_params"] == sum(
         tensor.numel() for tensor in torch.load(found["checkpoint"], weights_only=True)["state_dict"].values()
@@ -78,10 +74,10 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path):
 
 def test_the_network_learns(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("abcdefgh" * 500)
+    text.write_text("abcdefg" * 500)
     train(
         tmp_path / "run", "data=text", f"data.files={text}", "trainer.max_steps=60", "trainer.val_every=60",
-        "trainer.learning_rate=1e-2", "trainer.log_every=10",
+        "trainer.learning_rate=3e-3", "trainer.log_every=10",
     )  # fmt: skip
     found = result(tmp_path / "run")
     assert found["final_val_loss"] < 0.3 < found["data"]["unigram_loss"]
