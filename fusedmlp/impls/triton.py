@@ -8,11 +8,13 @@ one forward call / forward and backward (one CPU core, torch 2.14): this way 3 /
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 try:
     import triton  # noqa: F401
@@ -20,6 +22,8 @@ except ImportError as error:
     raise ImportError("Triton is missing: `pip install triton` (Linux), or use impl=native or impl=compiled") from error
 
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
+from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
+from fusedmlp.kernels.reduce import dgelu_dbias
 from fusedmlp.kernels.softmax import softmax_bwd, softmax_fwd
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -139,3 +143,165 @@ def softmax(x: Tensor, dim: int) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Softmax.apply(x, dim)
     return _softmax_fwd(x, dim)
+
+
+def _fake_linear_gelu_fwd(x, weight, bias, approximate, store_preact):
+    shape = (x.shape[0], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape if store_preact else 0)
+
+
+def _fake_dgelu_dbias(dy, preact, approximate, need_dbias):
+    return torch.empty_like(preact), preact.new_empty(preact.shape[1] if need_dbias else 0)
+
+
+def _fake_dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias):
+    act = preact.new_empty(preact.shape if store_act else 0)
+    return torch.empty_like(preact), act, preact.new_empty(preact.shape[1] if need_dbias else 0)
+
+
+_linear_gelu_fwd = _register(
+    "linear_gelu_fwd(Tensor x, Tensor weight, Tensor? bias, str approximate, bool store_preact) -> (Tensor, Tensor)",
+    linear_gelu_fwd,
+    _fake_linear_gelu_fwd,
+)
+_dgelu_dbias = _register(
+    "dgelu_dbias(Tensor dy, Tensor preact, str approximate, bool need_dbias) -> (Tensor, Tensor)",
+    dgelu_dbias,
+    _fake_dgelu_dbias,
+)
+_dgelu_gemm = _register(
+    "dgelu_gemm(Tensor dy, Tensor weight, Tensor preact, str approximate, bool store_act, bool need_dbias)"
+    " -> (Tensor, Tensor, Tensor)",
+    dgelu_gemm,
+    _fake_dgelu_gemm,
+)
+
+
+@register_flop_formula(torch.ops.fusedmlp_triton.linear_gelu_fwd)
+def _linear_gelu_flops(x_shape, weight_shape, *_, **__) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+
+
+@register_flop_formula(torch.ops.fusedmlp_triton.dgelu_gemm)
+def _dgelu_gemm_flops(dy_shape, weight_shape, *_, **__) -> int:
+    return 2 * dy_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x (..., K) as a matrix (M, K)."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _free_saved(ctx) -> None:
+    """Drop the node's references to its saved tensors, unless the graph is kept for another backward pass.
+
+    Then a tensor is freed as soon as the backward function has no more use for it, not at its end.
+    """
+    if hasattr(ctx, "maybe_clear_saved_tensors") and not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
+
+
+class _LinearGelu(torch.autograd.Function):
+    """Keeps preact (M, N), and what the wanted gradients need of x and weight."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        act, preact = _linear_gelu_fwd(_rows(x), weight, bias, approximate, True)
+        need_dx, need_dweight, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(preact, x if need_dweight else None, weight if need_dx else None)
+        ctx.approximate, ctx.x_shape = approximate, x.shape
+        return act.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        preact, x, weight = ctx.saved_tensors
+        _free_saved(ctx)
+        need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
+        dpreact, dbias = _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
+        del preact
+        dx = (dpreact @ weight).view(ctx.x_shape) if need_dx else None
+        dweight = dpreact.t() @ _rows(x) if need_dweight else None
+        return dx, dweight, dbias if need_dbias else None, None
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+        return _LinearGelu.apply(x, weight, bias, approximate)
+    act, _ = _linear_gelu_fwd(_rows(x), weight, bias, approximate, False)
+    return act.view(*x.shape[:-1], weight.shape[0])
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+MLP_KEEP = os.environ.get("FUSEDMLP_MLP_KEEP", "preact+act")
+
+
+def _mlp_keep() -> str:
+    if MLP_KEEP not in ("preact+act", "preact", "x"):
+        raise ValueError(f"MLP_KEEP (or FUSEDMLP_MLP_KEEP) is {MLP_KEEP!r}; accepted: preact+act, preact, x")
+    return MLP_KEEP
+
+
+class _Mlp(torch.autograd.Function):
+    """Keeps x, the weights that the wanted gradients need, and of preact and act what `keep` says."""
+
+    @staticmethod
+    def forward(ctx, x, weight1, bias1, weight2, bias2, approximate: str, keep: str) -> Tensor:
+        need_dx, need_dweight1, need_dbias1, need_dweight2, *_ = ctx.needs_input_grad
+        need_dpreact = need_dx or need_dweight1 or need_dbias1
+        # Without dpreact, act alone is as small as preact alone and needs nothing recomputed.
+        keep_preact = need_dpreact and keep != "x"
+        keep_act = need_dweight2 and (keep == "preact+act" or (keep == "preact" and not need_dpreact))
+        act, preact = _linear_gelu_fwd(_rows(x), weight1, bias1, approximate, keep_preact)
+        y = torch.nn.functional.linear(act, weight2, bias2)
+        recompute = keep == "x" and (need_dpreact or need_dweight2)
+        ctx.save_for_backward(
+            x if need_dweight1 or recompute else None,
+            weight1 if need_dx or recompute else None,
+            bias1 if recompute else None,
+            weight2 if need_dpreact else None,
+            preact if keep_preact else None,
+            act if keep_act else None,
+        )
+        ctx.approximate, ctx.x_shape, ctx.recompute = approximate, x.shape, recompute
+        return y.view(*x.shape[:-1], weight2.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight1, bias1, weight2, preact, act = ctx.saved_tensors
+        _free_saved(ctx)
+        need_dx, need_dweight1, need_dbias1, need_dweight2, need_dbias2, *_ = ctx.needs_input_grad
+        need_dpreact = need_dx or need_dweight1 or need_dbias1
+        dy = _rows(dy)
+        dx = dweight1 = dbias1 = dweight2 = None
+        if ctx.recompute:
+            act, preact = _linear_gelu_fwd(_rows(x), weight1, bias1, ctx.approximate, need_dpreact)
+        # Each hidden-sized tensor is let go after its last use, so that no more than two exist at a time.
+        if need_dweight2 and act is not None:
+            dweight2 = dy.t() @ act
+            act = None
+        if need_dpreact:
+            recompute_act = need_dweight2 and dweight2 is None
+            dpreact, act, dbias1 = _dgelu_gemm(dy, weight2, preact, ctx.approximate, recompute_act, need_dbias1)
+            preact = None
+            if recompute_act:
+                dweight2 = dy.t() @ act
+            act = None
+            dx = (dpreact @ weight1).view(ctx.x_shape) if need_dx else None
+            dweight1 = dpreact.t() @ _rows(x) if need_dweight1 else None
+        dbias2 = dy.sum(0) if need_dbias2 else None
+        return dx, dweight1, dbias1 if need_dbias1 else None, dweight2, dbias2, None, None
+
+
+def mlp(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, approximate: str
+) -> Tensor:
+    if torch.is_grad_enabled() and _requires_grad(x, weight1, bias1, weight2, bias2):
+        return _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate, _mlp_keep())
+    act, _ = _linear_gelu_fwd(_rows(x), weight1, bias1, approximate, False)
+    y = torch.nn.functional.linear(act, weight2, bias2)
+    return y.view(*x.shape[:-1], weight2.shape[0])

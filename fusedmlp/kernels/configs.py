@@ -1,0 +1,212 @@
+"""Tile configurations of the GEMM kernels: which exist, and which one a problem gets.
+
+By default the choice is a rule: the largest tile that still gives every multiprocessor one, among those that fit the
+card's shared memory. It depends on the problem and the card alone, so nothing is measured, the first call waits for one
+compilation, and all ranks agree. FUSEDMLP_TUNE=1 measures the candidates on a problem's first call (about a second) and
+keeps the winner in a file for later processes; FUSEDMLP_TUNE=0 ignores that file. A process of a distributed job only
+reads it, and nothing is measured while a CUDA graph is being captured.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+
+# Gluon changes from release to release: the versions of Triton with which gemm_hopper.py was correct on an H200.
+HOPPER_TRITON = ("3.6",)
+TRITON = ".".join(triton.__version__.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Constants of a GEMM kernel: `kernel` is "plain" (gemm.py) or "hopper" (gemm_hopper.py)."""
+
+    kernel: str
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    num_stages: int
+    num_warps: int
+
+    def shared_bytes(self, itemsize: int, use_tma: bool, backward: bool) -> int:
+        """Shared memory of one program: operand tiles in flight, and tiles of the result on their way through TMA."""
+        operands = self.num_stages * (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K
+        result = self.BLOCK_M * self.BLOCK_N
+        if self.kernel == "hopper":
+            return itemsize * (operands + 2 * result) + 3072
+        staged = (2 if backward else 1) * result if use_tma else 0
+        return itemsize * (operands + staged) + 2048
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a choice depends on.
+
+    Attributes:
+        M, N, K: rows, columns, and what is summed over.  dtype: of operands and results.
+        precision: of fp32 products, "ieee" or "tf32".
+        use_tma: every matrix can be a tensor descriptor.
+        backward: the epilogue reads the preact.  flags: what else the epilogue does, for the key.
+        device: index of the GPU, -1 for the interpreter.
+    """
+
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    precision: str
+    use_tma: bool
+    backward: bool
+    flags: str
+    device: int
+
+
+# Largest tiles first.
+_HOPPER = [GemmConfig("hopper", 128, 128, 64, 8, 5, 4)]
+_PLAIN_16_BIT = [
+    GemmConfig("plain", 128, 256, 64, 8, 3, 8),
+    GemmConfig("plain", 128, 128, 64, 8, 3, 8),
+    GemmConfig("plain", 64, 128, 64, 8, 4, 4),
+    GemmConfig("plain", 64, 64, 64, 8, 4, 4),
+]
+_PLAIN_TF32 = [
+    GemmConfig("plain", 128, 128, 32, 8, 3, 8),
+    GemmConfig("plain", 64, 64, 32, 8, 4, 4),
+]
+# Products of full fp32 run on the ordinary cores, from registers.
+_PLAIN_FP32 = [
+    GemmConfig("plain", 128, 64, 16, 8, 3, 8),
+    GemmConfig("plain", 64, 64, 16, 8, 3, 4),
+]
+_INTERPRETER = GemmConfig("plain", 64, 64, 32, 8, 1, 4)
+
+
+@cache
+def _card(device: int) -> tuple[tuple[int, int], int, int, str]:
+    """Compute capability, multiprocessors, shared memory of a block in bytes, name."""
+    properties = torch.cuda.get_device_properties(device)
+    shared = properties.shared_memory_per_block_optin
+    return (properties.major, properties.minor), properties.multi_processor_count, shared, properties.name
+
+
+def multiprocessors(device: int) -> int:
+    return 1 if device < 0 else _card(device)[1]
+
+
+def has_tma(device: int) -> bool:
+    return device >= 0 and _card(device)[0] >= (9, 0)
+
+
+def candidates(problem: Problem) -> list[GemmConfig]:
+    """Configurations that can run the problem, largest tiles first."""
+    if problem.device < 0:
+        return [_INTERPRETER]
+    capability, _, shared, _ = _card(problem.device)
+    if problem.dtype == torch.float32:
+        configs = _PLAIN_TF32 if problem.precision == "tf32" else _PLAIN_FP32
+    else:
+        hopper = capability == (9, 0) and problem.use_tma and TRITON in HOPPER_TRITON
+        configs = (_HOPPER if hopper else []) + _PLAIN_16_BIT
+    itemsize = problem.dtype.itemsize
+    return [c for c in configs if c.shared_bytes(itemsize, problem.use_tma, problem.backward) <= shared]
+
+
+def by_rule(problem: Problem) -> GemmConfig:
+    """The largest tile that gives every multiprocessor one, else the smallest."""
+    configs = candidates(problem)
+    for config in configs:
+        tiles = triton.cdiv(problem.M, config.BLOCK_M) * triton.cdiv(problem.N, config.BLOCK_N)
+        if tiles >= multiprocessors(problem.device):
+            return config
+    return configs[-1]
+
+
+def choose(problem: Problem, run: Callable[[GemmConfig], None]) -> GemmConfig:
+    """The configuration for a problem.
+
+    Args:
+        run: launches the kernel with a configuration; called only when there is something to measure.
+    """
+    tune = os.environ.get("FUSEDMLP_TUNE")
+    if problem.device < 0 or tune == "0":
+        return by_rule(problem)
+    key = _key(problem)
+    known = _measured().get(key)
+    if known is not None and known in candidates(problem):
+        return known
+    if tune != "1" or torch.cuda.is_current_stream_capturing() or _is_distributed():
+        return by_rule(problem)
+    fastest = min(candidates(problem), key=lambda config: _time(lambda: run(config)))
+    _remember(key, fastest)
+    return fastest
+
+
+def _is_distributed() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _key(problem: Problem) -> str:
+    bucket = 1 << max(problem.M - 1, 0).bit_length()
+    parts = ("dgelu" if problem.backward else "fwd", f"M{bucket}", f"N{problem.N}", f"K{problem.K}")
+    rest = (str(problem.dtype), problem.precision, "tma" if problem.use_tma else "pointers", problem.flags)
+    return " ".join((*parts, *rest, f"triton{TRITON}", _card(problem.device)[3]))
+
+
+def _time(function: Callable[[], None]) -> float:
+    """Median time of a call in ms, after the first, which compiles."""
+    for _ in range(3):
+        function()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
+    for start, end in zip(events[::2], events[1::2], strict=True):
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=True))
+
+
+def cache_file() -> Path:
+    """Where measured choices are kept: $FUSEDMLP_CACHE, else the user's cache folder."""
+    folder = os.environ.get("FUSEDMLP_CACHE")
+    if folder is None:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fusedmlp")
+    return Path(folder) / "gemm-configs.json"
+
+
+_measured_cache: dict[str, GemmConfig] | None = None
+
+
+def _measured() -> dict[str, GemmConfig]:
+    """The choices in the file, read once a process; an unreadable file counts as empty."""
+    global _measured_cache
+    if _measured_cache is None:
+        _measured_cache = _read()
+    return _measured_cache
+
+
+def _read() -> dict[str, GemmConfig]:
+    try:
+        entries = json.loads(cache_file().read_text())
+        return {key: GemmConfig(**entry) for key, entry in entries.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _remember(key: str, config: GemmConfig) -> None:
+    _measured()[key] = config
+    file = cache_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may have added to the file; replacing it whole leaves no half-written one behind.
+    entries = {name: asdict(known) for name, known in {**_read(), key: config}.items()}
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+        json.dump(entries, temporary, indent=1)
+    os.replace(temporary.name, file)

@@ -1,0 +1,87 @@
+"""dpreact and the bias gradient in one pass, and sums over rows in a fixed order.
+
+A bias gradient is a sum over M rows. Strips of rows are summed in parallel into `partial` (strips, N) in fp32, and a
+second kernel adds the strips from first to last: no atomics, so the same inputs give the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fusedmlp.kernels.gelu import gelu_grad
+from fusedmlp.kernels.launch import on_device_of
+
+_BLOCK_M = 16
+_BLOCK_N = 256
+
+
+@triton.jit
+def _dgelu_dbias_kernel(
+    dy_ptr, preact_ptr, dpreact_ptr, partial_ptr, stride_dm, stride_dn, M, N,
+    APPROXIMATE: tl.constexpr, SUM_ROWS: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A strip of STRIP rows and BLOCK_N columns: dpreact = dy * gelu'(preact), and its column sums."""
+    pid = tl.program_id(0)
+    num_n = tl.cdiv(N, BLOCK_N)
+    strip = pid // num_n
+    offs_n = ((pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for m in range(0, STRIP, BLOCK_M):
+        offs_m = (strip * STRIP + m + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        mask = (offs_m < M) & (offs_n < N)
+        dy = tl.load(dy_ptr + offs_m * stride_dm + offs_n * stride_dn, mask=mask, other=0.0).to(tl.float32)
+        preact = tl.load(preact_ptr + offs_m * N + offs_n, mask=mask, other=0.0).to(tl.float32)
+        dpreact = dy * gelu_grad(preact, APPROXIMATE)
+        tl.store(dpreact_ptr + offs_m * N + offs_n, dpreact.to(dpreact_ptr.dtype.element_ty), mask=mask)
+        if SUM_ROWS:
+            sums += dpreact
+    if SUM_ROWS:
+        columns = (pid % num_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(partial_ptr + strip.to(tl.int64) * N + columns, tl.sum(sums, axis=0), mask=columns < N)
+
+
+@triton.jit
+def _column_sum_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out (N,) = column sums of partial (P, N); a program sums BLOCK_N columns."""
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    sums = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
+    for p in range(0, P, BLOCK_P):
+        offs_p = (p + tl.arange(0, BLOCK_P)).to(tl.int64)[:, None]
+        mask = (offs_p < P) & (offs_n < N)[None, :]
+        sums += tl.load(partial_ptr + offs_p * N + offs_n[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + offs_n, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=offs_n < N)
+
+
+def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:
+    """dpreact = dy * gelu'(preact) and, if needed, dbias = its sum over rows.
+
+    Args:
+        dy: (M, N), any strides.  preact: (M, N), contiguous, dtype of dy.
+    Returns: dpreact (M, N) and dbias (N,), or (0,) if not needed; dtype of preact, the sum accumulated in fp32.
+    """
+    M, N = preact.shape
+    dpreact = torch.empty_like(preact)
+    if preact.numel() == 0:
+        return dpreact, preact.new_zeros(N if need_dbias else 0)
+    num_n = triton.cdiv(N, _BLOCK_N)
+    # Long strips for less partial sums, short ones where long ones would leave most of a GPU idle.
+    strip = 128 if triton.cdiv(M, 128) * num_n >= 512 else 32
+    strips = triton.cdiv(M, strip)
+    partial = preact.new_empty((strips, N), dtype=torch.float32) if need_dbias else preact
+    with on_device_of(preact):
+        _dgelu_dbias_kernel[(strips * num_n,)](
+            dy, preact, dpreact, partial, dy.stride(0), dy.stride(1), M, N,
+            APPROXIMATE=approximate, SUM_ROWS=need_dbias, STRIP=strip, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+        )  # fmt: skip
+    return dpreact, column_sum(partial, preact.dtype) if need_dbias else preact.new_empty(0)
+
+
+def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over the rows of `partial` (P, N), fp32 and contiguous, from first to last, rounded to `dtype`."""
+    P, N = partial.shape
+    out = partial.new_empty(N, dtype=dtype)
+    with on_device_of(partial):
+        _column_sum_kernel[(triton.cdiv(N, 32),)](partial, out, P, N, BLOCK_P=32, BLOCK_N=32)
+    return out
