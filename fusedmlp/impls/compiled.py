@@ -27,7 +27,7 @@ _copies: dict[tuple, Callable[..., Tensor]] = {}
 def unavailable() -> str | None:
     if not torch._dynamo.is_dynamo_supported():
         return f"torch.compile does not support Python {sys.version.split()[0]} on this platform; use impl=native"
-    if torch._dynamo.config.disable:
+    if _disabled():
         return "torch.compile is switched off; unset TORCH_COMPILE_DISABLE (or TORCHDYNAMO_DISABLE)"
     if not _compiler():
         return "torch.compile needs a C++ compiler; install g++ (apt-get install g++) or set CXX"
@@ -89,6 +89,10 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
     with torch._functorch.config.patch(donated_buffer=False):
         return compile_fx(graph, inputs)
+
+
+def _disabled() -> bool:
+    return torch._dynamo.config.disable
 
 
 def _compiler() -> str | None:

@@ -64,7 +64,7 @@ def test_auto_says_what_runs():
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (lambda patch: patch.setattr(torch._dynamo.config, "disable", True), "TORCH_COMPILE_DISABLE"),
+        (lambda patch: patch.setattr(compiled, "_disabled", lambda: True), "TORCH_COMPILE_DISABLE"),
         (lambda patch: patch.setattr(shutil, "which", lambda name: None), "g++"),
         (lambda patch: patch.setattr(compiled.sysconfig, "get_paths", lambda: {"include": "/nowhere"}), "python3-dev"),
         (lambda patch: patch.setattr(torch._dynamo, "is_dynamo_supported", lambda: False), "does not support Python"),
