@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,19 +138,23 @@ def _outcome(fields: dict[str, Any]) -> list[str]:
 
 
 def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
+    def command(*changes: str) -> str:
+        changed = tuple(change.partition("=")[0] + "=" for change in changes if "=" in change)
+        kept = [word for word in fields["overrides"] if not word.startswith((*changed, "resume="))]
+        return shlex.join(["python", "train.py", *changes, *kept])
+
     if fields["status"] == "interrupted" and fields.get("checkpoint"):
-        words = [word for word in fields["overrides"] if not word.startswith("resume=")]
-        return [" ".join(["python train.py", *words, f"resume={_shown(folder)}"])]
-    if fields["status"] != "completed":
+        return [command(f"resume={_shown(folder)}")]
+    if fields["status"] != "completed" or fields["group"] is not None:
         return []
     runnable = [name for name in impls.names() if impls.unavailable(name) is None and name != "auto"]
     others = [name for name in ("triton", "compiled", "native") if name in runnable and name != fields["impl"]]
-    steps = [f"python train.py impl={name}   # the same with another implementation" for name in others[:1]]
-    if fields["group"] is None:
-        steps.append(f"python train.py -m impl={','.join(runnable)}   # all of them, side by side")
+    steps = [f"{command(f'impl={name}')}   # the same with another implementation" for name in others[:1]]
+    every = f"impl={','.join(runnable)}"
+    steps.append(f"{command('-m', every)}   # all of them, side by side")
     if fields.get("checkpoint"):
-        longer = 2 * fields["steps"]
-        steps.append(f"python train.py resume={_shown(folder)} trainer.max_steps={longer}   # train on")
+        longer = f"trainer.max_steps={2 * fields['steps']}"
+        steps.append(f"{command(f'resume={_shown(folder)}', longer)}   # train on")
     return steps
 
 
