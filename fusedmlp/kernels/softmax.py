@@ -4,11 +4,12 @@
 
 M: n_rows, all dimensions but one, flattened. N: n_cols, the dimension that sums to one.
 
-A row up to `ROW_BLOCK` columns is read once by one program, narrow rows several at a time. Wider rows are in
-`softmax_wide.py`. Infinities need no guard here: a row of -inf, or one with +inf or NaN, becomes NaN by itself
+A narrow row is read once and held in registers by one program, several rows at a time where they are short. Wide rows
+are in `softmax_wide.py`. Infinities need no guard here: a row of -inf, or one with +inf or NaN, becomes NaN by itself
 (-inf - -inf, inf - inf), as in torch.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,90 +17,88 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmlp.kernels import softmax_wide
 from fusedmlp.kernels.launch import on_device_of
-
-# Columns that one program holds in registers: 32 fp32 values in each of 512 threads.
-ROW_BLOCK = 16384
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from fusedmlp.kernels.softmax_wide import WideConfig, wide_bwd, wide_fwd
 
 
 @triton.jit
 def _softmax_fwd_kernel(
     x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program reads every num_programs-th block of BLOCK_M whole rows of x and writes their softmax."""
+    """One program reads BLOCK_M whole rows of x and writes their softmax."""
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    mask_n = offs_n < n_cols
-    first = tl.program_id(0).to(tl.int64)
-    for block in tl.range(first, tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0), num_stages=NUM_STAGES):
-        offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (offs_m < n_rows)[:, None] & mask_n[None, :]
-        x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]
-        x = tl.load(x_ptrs, mask=mask, other=float("-inf")).to(tl.float32)  # (M, N)
-        e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * _LOG2_E)
-        y = e * (1.0 / tl.sum(e, axis=1))[:, None]
-        tl.store(y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :], y, mask=mask)
+    mask = (offs_m < n_rows)[:, None] & (offs_n < n_cols)[None, :]
+    x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]
+    y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=float("-inf")).to(tl.float32)  # (M, N)
+    e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * 1.4426950408889634)
+    y = e * (1.0 / tl.sum(e, axis=1))[:, None]
+    tl.store(y_ptrs, y, mask=mask)
 
 
 @triton.jit
 def _softmax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, stride_dym, stride_ym, stride_dxm, n_rows, n_cols,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program reads every num_programs-th block of BLOCK_M whole rows of dy and y and writes dx."""
+    """One program reads BLOCK_M whole rows of dy and y and writes dx."""
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    mask_n = offs_n < n_cols
-    first = tl.program_id(0).to(tl.int64)
-    for block in tl.range(first, tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0), num_stages=NUM_STAGES):
-        offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (offs_m < n_rows)[:, None] & mask_n[None, :]
-        dy_ptrs = dy_ptr + offs_m[:, None] * stride_dym + offs_n[None, :]
-        y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :]
-        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)  # (M, N)
-        dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
-        dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
-        tl.store(dx_ptr + offs_m[:, None] * stride_dxm + offs_n[None, :], dx, mask=mask)
+    mask = (offs_m < n_rows)[:, None] & (offs_n < n_cols)[None, :]
+    dy_ptrs = dy_ptr + offs_m[:, None] * stride_dym + offs_n[None, :]
+    y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :]
+    dx_ptrs = dx_ptr + offs_m[:, None] * stride_dxm + offs_n[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)  # (M, N)
+    dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
+    dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
+    tl.store(dx_ptrs, dx, mask=mask)
 
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """How rows of one width are spread over programs; `num_programs` None: one for each block of rows."""
+    """Rows in a block, columns of a block (a power of two, at least N), and warps of a program."""
 
     block_m: int
+    block_n: int
     num_warps: int
-    num_stages: int = 1
-    num_programs: int | None = None
 
 
 def rows_fwd(x: Tensor, y: Tensor, config: RowsConfig) -> None:
-    """y = softmax of each row of x, both (M, N) with unit column stride and N <= ROW_BLOCK."""
+    """y = softmax of each row of x, both (M, N) with unit column stride and N <= config.block_n."""
     _launch_rows(_softmax_fwd_kernel, (x, y), config)
 
 
 def rows_bwd(dy: Tensor, y: Tensor, dx: Tensor, config: RowsConfig) -> None:
-    """dx from dy and y, all (M, N) with unit column stride and N <= ROW_BLOCK."""
+    """dx from dy and y, all (M, N) with unit column stride and N <= config.block_n."""
     _launch_rows(_softmax_bwd_kernel, (dy, y, dx), config)
 
 
 def _launch_rows(kernel, tensors: tuple[Tensor, ...], config: RowsConfig) -> None:
     n_rows, n_cols = tensors[0].shape
-    programs = triton.cdiv(n_rows, config.block_m)
-    if config.num_programs is not None:
-        programs = min(programs, config.num_programs)
-    strides = [t.stride(0) for t in tensors]
-    block_n = triton.next_power_of_2(n_cols)
-    kernel[(programs,)](
-        *tensors, *strides, n_rows, n_cols, config.block_m, block_n, config.num_stages, num_warps=config.num_warps
+    kernel[(-(-n_rows // config.block_m),)](
+        *tensors,
+        *(t.stride(0) for t in tensors),
+        n_rows,
+        n_cols,
+        config.block_m,
+        config.block_n,
+        num_warps=config.num_warps,
     )
 
 
-def rows_config(n_cols: int) -> RowsConfig:
-    """Enough columns per thread to keep wide loads in flight, and enough rows to fill a warp."""
+@functools.lru_cache
+def choose(n_cols: int, itemsize: int, backward: bool) -> RowsConfig | WideConfig:
+    """The configuration for rows of `n_cols` elements of `itemsize` bytes."""
     block_n = triton.next_power_of_2(n_cols)
-    return RowsConfig(block_m=max(1, 1024 // block_n), num_warps=min(16, max(1, block_n // 1024)))
+    if block_n <= 1024:
+        return RowsConfig(1024 // block_n, block_n, num_warps=1)
+    if block_n <= 4096:
+        return RowsConfig(1, block_n, num_warps=block_n // 1024)
+    if block_n <= 8192:
+        return RowsConfig(1, block_n, num_warps=16)
+    return WideConfig(width=8192, chunk=4096, num_warps=4)
 
 
 def softmax_fwd(x: Tensor, dim: int) -> Tensor:
@@ -108,11 +107,12 @@ def softmax_fwd(x: Tensor, dim: int) -> Tensor:
     if x.numel() == 0:
         return y
     x_rows, y_rows = _rows(x, dim), _rows(y, dim)
+    config = choose(x_rows.shape[1], x.element_size(), False)
     with on_device_of(x):
-        if x_rows.shape[1] <= ROW_BLOCK:
-            rows_fwd(x_rows, y_rows, rows_config(x_rows.shape[1]))
+        if isinstance(config, RowsConfig):
+            rows_fwd(x_rows, y_rows, config)
         else:
-            softmax_wide.wide_fwd(x_rows, y_rows)
+            wide_fwd(x_rows, y_rows, config)
     return _written(y, y_rows, dim)
 
 
@@ -122,16 +122,19 @@ def softmax_bwd(dy: Tensor, y: Tensor, dim: int) -> Tensor:
     if y.numel() == 0:
         return dx
     dy_rows, y_rows, dx_rows = _rows(dy, dim), _rows(y, dim), _rows(dx, dim)
+    config = choose(y_rows.shape[1], y.element_size(), True)
     with on_device_of(y):
-        if y_rows.shape[1] <= ROW_BLOCK:
-            rows_bwd(dy_rows, y_rows, dx_rows, rows_config(y_rows.shape[1]))
+        if isinstance(config, RowsConfig):
+            rows_bwd(dy_rows, y_rows, dx_rows, config)
         else:
-            softmax_wide.wide_bwd(dy_rows, y_rows, dx_rows)
+            wide_bwd(dy_rows, y_rows, dx_rows, config)
     return _written(dx, dx_rows, dim)
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:
     """x as (M, N) with unit column stride: a view where its layout allows one, else a copy."""
+    if x.ndim == 2 and dim == 1 and x.stride(1) == 1:
+        return x
     if x.ndim == 0:
         return x.view(1, 1)
     if dim != x.ndim - 1:
