@@ -25,6 +25,8 @@ def main(cfg: DictConfig) -> None:
     job = HydraConfig.get()
     sweep = Path(job.sweep.dir) if job.mode == RunMode.MULTIRUN else None
     group = None if sweep is None else "-".join(sweep.parts[-2:])
+    if sweep is not None:
+        print(f"\n[{job.job.num}] {' '.join(job.overrides.task)}", flush=True)
     result, ending = run(cfg, Path(job.runtime.output_dir), list(job.overrides.task), group)
     jobs.ended(result, ending)
 

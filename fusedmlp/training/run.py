@@ -94,6 +94,8 @@ class Run:
         """Builds everything and trains. Raises whatever goes wrong."""
         options = build("trainer", self.config["trainer"], TrainerOptions)
         build("profile", self.config["profile"], ProfileOptions)
+        # Before anything that may fail, so that a run that does is there to be seen.
+        self.wandb = self._start_wandb()
         self.device = choose_device(options.accelerator)
         self.result.write(
             impl_resolved=resolve_impl(self.config["impl"]), environment=environment.describe(self.device)
@@ -103,7 +105,6 @@ class Run:
         resume_from, first_step = self._resume(options)
         self.progress.say(self._headline(data.num_train_tokens))
 
-        self.wandb = self._start_wandb()
         identity = model_identity(self.config["model"])
         self.monitor = Monitor(options, [self.csv, self.wandb, self.progress])
         self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.stop, identity)

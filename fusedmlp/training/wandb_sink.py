@@ -1,7 +1,8 @@
 """Weights & Biases: one run per training run, offline unless asked. Training goes on if it cannot start or breaks."""
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ class WandbSink:
         impl: str,
         group: str | None,
         config: Mapping[str, Any],
-        warn: Any,
+        warn: Callable[[str], None],
     ):
         self._warn, self._run = warn, None
         self.folder: Path | None = None
         if options.mode == "disabled":
             return
+        if options.mode != "online":
+            # Its crash reports would go out even though the run's data stays here.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             import wandb
 

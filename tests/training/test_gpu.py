@@ -1,0 +1,90 @@
+"""Training on a GPU: no step waits for it, and precision is what was asked for."""
+
+import math
+
+import pytest
+import torch
+from training.runs import curve, fits, result, train
+
+from fusedmlp.training.monitor import Monitor
+
+pytestmark = [fits, pytest.mark.gpu]
+
+ON_GPU = ("trainer.accelerator=gpu", "dim=128", "data.batch_size=64", "trainer.checkpoint=false")
+FIRST_CHECKED_STEP = 5  # compilation and autotuning before it may wait
+
+
+@pytest.fixture
+def forbid_waiting(monkeypatch):
+    """From the fifth step to the last, every operation that waits for the GPU raises."""
+    on_train_batch_end = Monitor.on_train_batch_end
+
+    def checked(self, trainer, module, *rest):
+        if trainer.global_step == FIRST_CHECKED_STEP:
+            torch.cuda.set_sync_debug_mode("error")
+        on_train_batch_end(self, trainer, module, *rest)
+
+    monkeypatch.setattr(Monitor, "on_train_batch_end", checked)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("model", [("model=mlp",), ("model=gpt", "model.num_heads=2")], ids=["mlp", "gpt"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_no_step_waits_for_the_gpu(tmp_path, forbid_waiting, impl, accumulate, model, precision):
+    ending = train(
+        tmp_path / "run", *ON_GPU, *model, f"impl={impl}", f"trainer.precision={precision}", "trainer.max_steps=50",
+        "trainer.log_every=10", "trainer.val_every=20", f"trainer.accumulate={accumulate}",
+    )  # fmt: skip
+    assert ending.status == "completed", ending.reason
+    assert list(curve(tmp_path / "run")) == [10, 20, 30, 40, 50]
+    assert list(curve(tmp_path / "run", "val/loss")) == [20, 40, 50]
+
+
+def test_the_check_sees_a_step_that_waits(tmp_path, forbid_waiting, monkeypatch):
+    from fusedmlp.training.metrics import DeviceMetrics
+
+    add = DeviceMetrics.add
+
+    def add_and_read(self, name, value, weight=1.0):
+        assert value.item() is not None
+        add(self, name, value, weight)
+
+    monkeypatch.setattr(DeviceMetrics, "add", add_and_read)
+    ending = train(tmp_path / "run", *ON_GPU, "trainer.max_steps=10")
+    assert ending.status == "failed"
+    assert "synchronizing CUDA operation" in ending.reason
+
+
+@pytest.mark.parametrize("precision", ["auto", "32-true", "bf16-mixed", "bf16-true"])
+def test_every_precision_learns_the_same(tmp_path, precision):
+    train(tmp_path / "run", *ON_GPU, f"trainer.precision={precision}", "trainer.max_steps=20", "trainer.log_every=20")
+    found = result(tmp_path / "run")
+    assert found["final_train_loss"] == pytest.approx(math.log(256), abs=0.2)
+    assert found["environment"]["gpu"] == torch.cuda.get_device_name()
+    assert 0 < found["peak_memory_gib"] < 1
+
+
+def test_resume_on_the_gpu(tmp_path):
+    # A constant learning rate, so that the curve does not depend on max_steps.
+    settings = (*ON_GPU, "trainer.checkpoint=true", "trainer.warmup_steps=0", "trainer.min_learning_rate=1e-3")
+    train(tmp_path / "whole", *settings, "trainer.max_steps=8")
+    train(tmp_path / "first", *settings, "trainer.max_steps=4")
+    train(tmp_path / "second", *settings, "trainer.max_steps=8", f"resume={tmp_path / 'first'}")
+    joined = curve(tmp_path / "first") | curve(tmp_path / "second")
+    whole = curve(tmp_path / "whole")
+    assert joined.keys() == whole.keys()
+    for step in whole:
+        assert float(joined[step]) == pytest.approx(float(whole[step]), rel=1e-4)
+
+
+def test_out_of_memory_is_a_reason_and_the_next_run_has_the_memory(tmp_path):
+    # The hidden activations of one layer alone are 1e6 x 65536 numbers.
+    huge = ("dim=65536", "data.batch_size=1000000", "data.num_tokens=20000000")
+    ending = train(tmp_path / "huge", *ON_GPU, *huge)
+    assert ending.status == "failed"
+    assert ending.reason.startswith("out of memory")
+    assert "data.batch_size" in ending.hint
+    assert train(tmp_path / "small", *ON_GPU).status == "completed"
+    assert result(tmp_path / "small")["peak_memory_gib"] < 1

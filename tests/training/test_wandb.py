@@ -1,0 +1,81 @@
+"""Offline W&B runs: readable, marked as they ended, and never in the way of training."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from training.runs import fits, result, rows, train
+
+from fusedmlp.training import task
+
+pytestmark = fits
+
+OFFLINE = ("logger=wandb", "logger.tags=[test]")
+
+
+def summary(folder) -> dict:
+    """What W&B itself reads from a run's offline file."""
+    (path,) = folder.glob("wandb/offline-run-*")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(path)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """Two runs in one process, the second of which diverges."""
+    folder = tmp_path_factory.mktemp("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "online")  # must not override logger.mode
+        train(folder / "good", *OFFLINE, "trainer.val_every=6")
+        patch.setattr(task, "next_token_loss", lambda logits, targets: logits.sum() * float("nan"))
+        assert train(folder / "bad", *OFFLINE, "impl=manual").status == "diverged"
+    return folder
+
+
+def test_metrics_and_config_can_be_read_from_the_offline_file(two_runs):
+    found = summary(two_runs / "good")
+    assert (found["state"], found["exit_code"], found["name"]) == ("finished", 0, "auto-dim32")
+    assert found["tags"] == ["test"]
+    assert found["config"]["model"]["num_layers"] == 2
+    last = rows(two_runs / "good")[-2]
+    assert found["summary"]["step"] == 6
+    assert found["summary"]["train/loss"] == float(last["train/loss"])
+    assert found["summary"]["val/loss"] == result(two_runs / "good")["final_val_loss"]
+    assert found["summary"]["status"] == "completed"
+    assert result(two_runs / "good")["wandb"] == str(next((two_runs / "good" / "wandb").glob("offline-run-*")))
+
+
+def test_a_run_that_ended_badly_is_a_run_of_its_own_and_marked_failed(two_runs):
+    good, bad = summary(two_runs / "good"), summary(two_runs / "bad")
+    assert bad["run_id"] != good["run_id"]
+    assert (bad["name"], bad["exit_code"]) == ("manual-dim32", 1)
+    assert bad["summary"]["status"] == "diverged"
+
+
+def test_training_goes_on_without_wandb(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train(tmp_path / "run", *OFFLINE).status == "completed"
+    assert len(rows(tmp_path / "run")) == 6
+    assert capsys.readouterr().out.count("warning: no Weights & Biases log") == 1
+
+
+def test_training_goes_on_when_wandb_breaks_on_the_way(tmp_path, monkeypatch, capsys):
+    class Broken:
+        dir = str(tmp_path / "files")
+        calls = 0
+
+        def define_metric(self, *_, **__):
+            pass
+
+        def log(self, row):
+            self.calls += 1
+            raise ConnectionError("the service went away")
+
+    import wandb
+
+    broken = Broken()
+    monkeypatch.setattr(wandb, "init", lambda **_: broken)
+    assert train(tmp_path / "run", *OFFLINE).status == "completed"
+    assert broken.calls == 1
+    assert capsys.readouterr().out.count("warning: no Weights & Biases log (the service went away)") == 1
