@@ -111,9 +111,10 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         cells.append(["-" if row.get(name) is None else format(row[name], form) for name, form in COLUMNS])
     widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
-    lines = [
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
-    ]
+
+    def line(texts: list[str]) -> str:
+        return "| " + " | ".join(text.rjust(width) for text, width in zip(texts, widths, strict=True)) + " |"
+
     rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
     return [line(cells[0]), rule, *map(line, cells[1:])]
 

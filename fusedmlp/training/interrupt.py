@@ -55,4 +55,4 @@ class StopRequests:
             raise Interrupted(signum)
         self.received = signum
         # Not print: a handler may run in the middle of another print.
-        os.write(2, b"\nstopping after this step, with a checkpoint; once more to stop at once\n")
+        os.write(2, b"\nstopping after this step; once more to stop at once\n")
