@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 # Shared memory one thread block can have, in bytes (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_BYTES_PER_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
-_PTX_ACCESS = re.compile(r"\b(ld|st)\.global((?:\.[\w:]+)*)")
+_PTX_ACCESS = re.compile(r"\b(ld|st)(?:\.volatile|\.relaxed|\.acquire|\.release|\.gpu)*\.global((?:\.[\w:]+)*)")
 _TENSOR_CORE = {
     "wgmma": re.compile(r"\bwgmma\.mma_async"),
     "mma": re.compile(r"(?<!\w)mma\.sync"),

@@ -206,9 +206,13 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: WideConfig) -> None:
     # The number of tasks taken, then the words.
     work = torch.zeros(1 + n_rows * parts if parts > 1 else 1, dtype=torch.int64, device=tensors[0].device)
     strides = [t.stride(0) for t in tensors]
-    kernel[(n_rows * parts,)](
-        *tensors, work, *strides, n_cols, width, parts, config.chunk, vector, num_warps=config.num_warps
-    )
+    chunk = chunk_of(config, vector)
+    kernel[(n_rows * parts,)](*tensors, work, *strides, n_cols, width, parts, chunk, vector, num_warps=config.num_warps)
+
+
+def chunk_of(config: WideConfig, vector: int) -> int:
+    """Elements read at a time: fewer where masks of single elements take registers as well."""
+    return config.chunk if vector == 1 else min(config.chunk, 256 * config.num_warps)
 
 
 def _num_parts(x: Tensor, config: WideConfig) -> int:

@@ -1,0 +1,136 @@
+"""What the compiler makes of the pointwise and softmax kernels, on a machine without a GPU."""
+
+import re
+
+import pytest
+from conftest import INTERPRETER
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+if INTERPRETER:
+    pytest.skip("kernels are plain Python in the interpreter", allow_module_level=True)
+
+from fusedmlp.kernels import gelu, softmax, softmax_wide
+from fusedmlp.kernels.aot import SHARED_BYTES_PER_BLOCK, compile_kernel
+
+SMS = [80, 90, 100]
+on_all_cards = pytest.mark.parametrize("sm", SMS)
+
+
+def types(kernel, constants, dtype):
+    """Run-time arguments: tensors of `dtype`, the teams' work area, 32-bit sizes and strides."""
+
+    def kind(name):
+        if name == "work_ptr":
+            return "*i64"
+        return f"*{dtype}" if name.endswith("_ptr") else "i32"
+
+    return {name: kind(name) for name in kernel.arg_names if name not in constants}
+
+
+def build(kernel, constants, dtype, sm, num_warps, odd=()):
+    """Compile with every size and stride a multiple of 16, except those in `odd`."""
+    arguments = types(kernel, constants, dtype)
+    aligned = [name for name in arguments if name not in odd]
+    return compile_kernel(kernel, arguments, constants, sm, num_warps=num_warps, multiples_of_16=aligned)
+
+
+def assert_lean(report):
+    assert report.stack_bytes == 0, "registers are spilled"
+    assert report.shared_bytes <= SHARED_BYTES_PER_BLOCK[report.sm]
+    assert not report.tensor_core
+
+
+def gelu_kernels():
+    for kernel in (gelu._gelu_fwd_kernel, gelu._gelu_bwd_kernel):
+        for approximate in ("none", "tanh"):
+            for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+                yield pytest.param(kernel, approximate, dtype, itemsize, id=f"{kernel.__name__}-{approximate}-{dtype}")
+
+
+@on_all_cards
+@pytest.mark.parametrize(("kernel", "approximate", "dtype", "itemsize"), list(gelu_kernels()))
+def test_gelu(kernel, approximate, dtype, itemsize, sm):
+    constants = {"APPROXIMATE": approximate, "BLOCK": gelu._BLOCK_BYTES // itemsize}
+    report = build(kernel, constants, dtype, sm, gelu._NUM_WARPS)
+    assert_lean(report)
+    # Two accesses per tensor and thread, in the body and in the masked end.
+    tensors_read = len(types(kernel, constants, dtype)) - 2
+    assert report.loads == {16: 4 * tensors_read}
+    assert report.stores == {16: 4}
+    # Otherwise too few threads fit on a multiprocessor to keep enough loads in flight.
+    assert report.registers <= 64
+
+
+def test_gelu_of_odd_length_has_narrow_accesses_at_its_end_only():
+    constants = {"APPROXIMATE": "none", "BLOCK": 2048}
+    report = build(gelu._gelu_fwd_kernel, constants, "bf16", 90, 4, odd=("n",))
+    assert report.loads == {16: 2, 2: 16}
+    assert report.stores == {16: 2, 2: 16}
+
+
+def test_erf_form_stays_within_the_instructions_that_memory_leaves_time_for():
+    """bf16 at 4.3 TB/s leaves about 31 instructions of a lane for each element of an H200; erf itself takes 40."""
+    constants = {"APPROXIMATE": "none", "BLOCK": 2048}
+    report = build(gelu._gelu_fwd_kernel, constants, "bf16", 90, 4)
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)", report.sass(), re.MULTILINE))
+    # 16 elements in each of the two branches.
+    assert instructions / 32 <= 28
+
+
+def softmax_configurations():
+    for n_cols in (16, 1024, 4096, 8192, 50304):
+        for backward in (False, True):
+            yield pytest.param(n_cols, backward, id=f"{n_cols}-{'bwd' if backward else 'fwd'}")
+
+
+@on_all_cards
+@pytest.mark.parametrize(("n_cols", "backward"), list(softmax_configurations()))
+def test_softmax(n_cols, backward, sm):
+    report = build_softmax(n_cols, backward, "bf16", sm)
+    assert_lean(report)
+    narrow = {width for width in (*report.loads, *report.stores) if width < 16}
+    # A team's words are 8 bytes wide.
+    assert narrow <= ({8} if n_cols == 50304 else set())
+    assert report.stores[16] > 0
+
+
+@pytest.mark.parametrize(("n_cols", "backward"), list(softmax_configurations()))
+def test_softmax_in_fp32(n_cols, backward):
+    assert_lean(build_softmax(n_cols, backward, "fp32", 90))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_that_begin_between_vectors_are_read_in_vectors(backward):
+    """50257 columns of bf16: only the ends of a row are written in narrow accesses."""
+    odd = ("stride_xm", "stride_ym", "stride_dym", "stride_dxm", "n_cols")
+    report = build_softmax(50257, backward, "bf16", 90, vector=8, odd=odd)
+    assert_lean(report)
+    assert set(report.loads) == {16, 8}
+    assert report.stores[16] > 0
+
+
+def build_softmax(n_cols, backward, dtype, sm, vector=1, odd=()):
+    config = softmax.choose(n_cols, {"bf16": 2, "fp32": 4}[dtype], backward)
+    if isinstance(config, softmax.RowsConfig):
+        kernel = softmax._softmax_bwd_kernel if backward else softmax._softmax_fwd_kernel
+        constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    else:
+        kernel = softmax_wide._softmax_bwd_wide_kernel if backward else softmax_wide._softmax_fwd_wide_kernel
+        constants = {"PARTS": 7, "CHUNK": softmax_wide.chunk_of(config, vector), "VECTOR": vector}
+    return build(kernel, constants, dtype, sm, config.num_warps, odd)
+
+
+@on_all_cards
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_team_waits_without_a_barrier(backward, sm):
+    """Each warp leaves the waiting loop when it has seen all words: a barrier inside would never be passed."""
+    ptx = build_softmax(50304, backward, "bf16", sm).ptx
+    waiting = ptx[ptx.index("ld.volatile") : ptx.rindex("ld.volatile")]
+    assert "bar.sync" not in waiting
+    assert "shared" not in waiting
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="_gelu_fwd_kernel takes"):
+        compile_kernel(gelu._gelu_fwd_kernel, {"x_ptr": "*fp32"}, {"BLOCK": 64}, 90)

@@ -1,0 +1,205 @@
+"""The softmax kernels against float64, narrow rows and wide ones, and what their launchers owe the caller."""
+
+import math
+
+import pytest
+import torch
+from conftest import ON_GPU
+from oracle import assert_within
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fusedmlp.kernels import softmax
+from fusedmlp.kernels.softmax import RowsConfig, softmax_bwd, softmax_fwd
+from fusedmlp.kernels.softmax_wide import MAX_PARTS, WideConfig
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+pytestmark = pytest.mark.interpreter
+in_all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def softmax_grad(dy, y, dim):
+    return torch._softmax_backward_data(dy, y, dim, y.dtype)
+
+
+def check(x, dim, dy=None):
+    dy = torch.randn_like(x) if dy is None else dy
+    y = softmax_fwd(x, dim)
+    dx = softmax_bwd(dy, y, dim)
+    assert_within(y, torch.softmax(x.double(), dim), torch.softmax(x, dim), "y")
+    incoming = dy.abs().max().item() if dy.numel() else 1.0
+    expected = softmax_grad(dy.double(), y.double(), dim)
+    assert_within(dx, expected, softmax_grad(dy.contiguous(), y, dim), "dx", incoming)
+    return y, dx
+
+
+@pytest.fixture(params=["chosen", "wide"])
+def kernels(request, monkeypatch):
+    """The kernels that the width asks for, or those for wide rows whatever the width, in chunks of 64 columns."""
+    if request.param == "wide":
+        monkeypatch.setattr(softmax, "choose", lambda n_cols, itemsize, backward: WideConfig(128, 64, num_warps=1))
+    return request.param
+
+
+# A power of two, one less and one more, one column, a width in the middle; a row count that fills no block.
+@in_all_dtypes
+@pytest.mark.parametrize("shape", [(5, 128), (7, 127), (3, 129), (1, 1), (9, 1), (1, 7), (2, 1000), (70, 16), (0, 5)])
+def test_equals_float64(device, dtype, shape, kernels, poisoned):
+    check((torch.randn(shape, device=device) * 3).to(dtype), 1)
+
+
+@in_all_dtypes
+@pytest.mark.parametrize("n_cols", [1023, 1025, 4096, 8193, 16400])
+def test_equals_float64_across_configurations(device, dtype, n_cols, poisoned):
+    check(torch.randn(2, n_cols, device=device).to(dtype), 1)
+
+
+@pytest.mark.parametrize("spread", [20.0, 1e4])
+def test_large_values(device, kernels, spread):
+    check(torch.randn(4, 300, device=device) * spread, 1)
+
+
+def test_constant_rows(device, kernels):
+    y, dx = check(torch.full((3, 200), 7.0, device=device), 1, torch.ones(3, 200, device=device))
+    assert (y - 1 / 200).abs().max() < 1e-8
+    assert dx.abs().max() < 1e-8
+
+
+@in_all_dtypes
+def test_infinities_and_nan_as_in_torch(device, dtype, kernels):
+    """Also a prefix of -inf wider than a chunk, which an online maximum has to survive."""
+    x = torch.randn(7, 300, device=device)
+    x[0] = -math.inf
+    x[1, :200] = -math.inf
+    x[2, 5] = math.inf
+    x[3, 299] = math.nan
+    x[4, 100:] = -math.inf
+    x[5, ::2] = -math.inf
+    x = x.to(dtype)
+    y, expected = softmax_fwd(x, 1), torch.softmax(x.double(), 1)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert_within(y.nan_to_num(), expected.nan_to_num(), torch.softmax(x, 1).nan_to_num(), "y")
+    dy = torch.randn_like(x)
+    assert torch.equal(softmax_bwd(dy, y, 1).isnan(), softmax_grad(dy, y, 1).isnan())
+
+
+@pytest.mark.parametrize(
+    ("layout", "dim"),
+    [
+        (lambda x: x, 0),
+        (lambda x: x.t(), 1),
+        (lambda x: x.t(), 0),
+        (lambda x: x[:, ::2], 1),
+        (lambda x: x[:, 3:], 1),
+        (lambda x: x[:, :1].expand(-1, 7), 1),
+        (lambda x: x.view(6, 4, 10), 1),
+        (lambda x: x.view(6, 4, 10).permute(2, 0, 1), 2),
+        (lambda x: x[0, 0], 0),
+    ],
+    ids=[
+        "columns",
+        "transposed",
+        "transposed columns",
+        "every other",
+        "unaligned",
+        "expanded",
+        "middle",
+        "permuted",
+        "0d",
+    ],
+)
+def test_layouts_and_dimensions(device, layout, dim, kernels):
+    x = layout(torch.randn(6, 40, device=device))
+    y, dx = check(x, dim, layout(torch.randn(6, 40, device=device)))
+    expected = torch.empty_like(x).stride()
+    assert y.stride() == expected
+    assert dx.stride() == expected
+    check(x, dim, torch.ones((), device=device).expand_as(x))
+
+
+def test_inputs_stay_and_results_repeat(device, kernels):
+    x, dy = torch.randn(2, 4, 500, device=device)
+    before = x.clone(), dy.clone()
+    y = softmax_fwd(x, 1)
+    kept = y.clone()
+    first, second = ((softmax_fwd(x, 1), softmax_bwd(dy, y, 1)) for _ in range(2))
+    assert torch.equal(x, before[0])
+    assert torch.equal(dy, before[1])
+    assert torch.equal(y, kept)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("n_cols", [1, 2, 3, 1000, 1024, 1025, 8192, 8193, 50257, 262144])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_chosen_configuration_holds_the_row(n_cols, itemsize):
+    for backward in (False, True):
+        config = softmax.choose(n_cols, itemsize, backward)
+        if isinstance(config, RowsConfig):
+            assert n_cols <= config.block_n < 2 * max(n_cols, 1)
+            # At most 128 fp32 registers of a thread hold x or dy and y.
+            held = config.block_m * config.block_n * (2 if backward else 1)
+            assert held / (32 * config.num_warps) <= 128
+        else:
+            assert config.width % config.chunk == 0
+
+
+# Teams need programs that run at the same time.
+@pytest.mark.gpu
+@in_all_dtypes
+@pytest.mark.parametrize("shape", [(300, 32768), (64, 50257), (1, 131072), (3, 131071), (40, 262144), (2, 2_000_003)])
+def test_teams(dtype, shape, poisoned):
+    x = torch.randn(shape, device="cuda").to(dtype)
+    dy = torch.randn_like(x)
+    first, second = check(x, 1, dy), check(x, 1, dy)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 3, MAX_PARTS])
+def test_infinities_in_parts_of_a_team(monkeypatch, parts):
+    monkeypatch.setattr(softmax, "choose", lambda n_cols, itemsize, backward: WideConfig(1024, 1024, num_warps=4))
+    x = torch.randn(6, 1024 * parts, device="cuda")
+    x[0] = -math.inf
+    x[1, :1024] = -math.inf
+    x[2, 1024:] = -math.inf
+    x[3, -1] = math.nan
+    x[4, 1500] = math.inf
+    y, expected = softmax_fwd(x, 1), torch.softmax(x, 1)
+    torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(70_000, 33), (70_000, 9000), (2**21 + 1, 1024)])
+def test_many_rows_and_more_than_2_to_the_31_elements(shape):
+    x = torch.randn(1, shape[1], device="cuda", dtype=torch.bfloat16).expand(shape).contiguous()
+    y = softmax_fwd(x, 1)
+    dx = softmax_bwd(x, y, 1)
+    check(x[:2], 1, x[:2])
+    assert torch.equal(y, y[:1].expand_as(y))
+    assert torch.equal(dx, dx[:1].expand_as(dx))
+
+
+@pytest.mark.gpu
+def test_other_gpu_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for n_cols in (100, 40_000):
+        check(torch.randn(20, n_cols, device="cuda:1"), 1)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA GPU")
+def test_teams_in_a_cuda_graph():
+    """The words are zeroed inside the graph, so every replay starts afresh."""
+    x = torch.randn(64, 65536, device="cuda")
+    softmax_fwd(x, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = softmax_fwd(x, 1)
+    for _ in range(3):
+        x.normal_()
+        y.zero_()
+        graph.replay()
+        torch.testing.assert_close(y, torch.softmax(x, 1), rtol=1e-5, atol=1e-9)
