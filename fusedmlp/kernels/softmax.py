@@ -95,7 +95,7 @@ def choose(n_cols: int, itemsize: int, backward: bool) -> RowsConfig | WideConfi
     if block_n <= 1024:
         return RowsConfig(1024 // block_n, block_n, num_warps=1)
     if block_n <= 4096:
-        return RowsConfig(1, block_n, num_warps=block_n // 1024)
+        return RowsConfig(1, block_n, num_warps=block_n // (512 if backward else 1024))
     if block_n <= 8192:
         return RowsConfig(1, block_n, num_warps=16)
     return WideConfig(width=8192, chunk=4096, num_warps=4)
