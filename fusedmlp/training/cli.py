@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fusedmlp import impls
 from fusedmlp.errors import UserError
-from fusedmlp.training.failures import Ending
+from fusedmlp.training.failures import EXIT_FAILED, Ending
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.options import by_closeness
 from fusedmlp.training.result import Result
@@ -70,8 +70,13 @@ def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
         code = jobs.exit_code
     except HydraException as error:
         code = _complain(explain(error), EXIT_USAGE)
+    except OmegaConfBaseException as error:
+        code = _complain(_first_line(str(error)), EXIT_USAGE)
     except UserError as error:
-        code = _complain(str(error), 1)
+        code = _complain(str(error), EXIT_FAILED)
+    except OSError as error:
+        # Hydra makes the run's directory before the run begins.
+        code = _complain(f"the run's directory cannot be made: {error.strerror}: {error.filename}", EXIT_FAILED)
     except (Interrupted, KeyboardInterrupt) as error:
         code = error.exit_code if isinstance(error, Interrupted) else 130
     if len(jobs._ended) > 1:

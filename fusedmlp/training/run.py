@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -40,8 +41,8 @@ def run(cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str |
         group: the sweep that the run belongs to, or None.
     Raises: UserError if there is no directory to record anything in.
     """
-    folder = claim_folder(wanted_folder)
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    folder = claim_folder(wanted_folder)
     OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
     error: BaseException | None = None
     with log_file(folder / "train.log"), StopRequests() as stop:
@@ -61,6 +62,8 @@ def run(cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str |
     result = current.result
     del current, error
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     return result, ending
 
 
@@ -97,9 +100,10 @@ class Run:
         # Before anything that may fail, so that a run that does is there to be seen.
         self.wandb = self._start_wandb()
         self.device = choose_device(options.accelerator)
-        self.result.write(
-            impl_resolved=resolve_impl(self.config["impl"]), environment=environment.describe(self.device)
-        )
+        self.result.write(environment=environment.describe(self.device))
+        self.result.write(impl_resolved=resolve_impl(self.config["impl"]))
+        seed = self.config["seed"]
+        require("seed", seed, type(seed) is int and 0 <= seed < 2**32, "an integer from 0 to 4294967295")
         data = self._build_data()
         task = LanguageModelTask(self._build_model(data.vocab_size), options)
         resume_from, first_step = self._resume(options)

@@ -38,11 +38,11 @@ def config(*overrides: str) -> DictConfig:
         return compose("train", list(overrides))
 
 
-def train(folder: Path, *overrides: str) -> Ending:
+def train(folder: Path, *overrides: str, group: str | None = None) -> Ending:
     """A tiny run in `folder`, on random bytes unless the overrides choose other data, which is cached beside it."""
     data = () if any(override.startswith("data=") for override in overrides) else RANDOM_BYTES
     overrides = (*TINY, *data, f"data.cache_dir={folder.parent / 'cache'}", *overrides)
-    result, ending = run(config(*overrides), folder, list(overrides))
+    result, ending = run(config(*overrides), folder, list(overrides), group)
     assert result.folder == folder
     return ending
 

@@ -238,6 +238,9 @@ def test_a_checkpoint_that_breaks_off_leaves_the_one_before(tmp_path):
         (("dim=33",), ("model: dim=33", "context=16", "32")),
         (("model=gpt", "model.num_heads=3"), ("model: dim=32", "num_heads=3", "33")),
         (("trainer.max_steps=0",), ("trainer.max_steps=0",)),
+        (("seed=-1",), ("seed=-1", "from 0")),
+        (("seed=one",), ("seed=one", "an integer")),
+        (("trainer.accelerator=gpu",), ("trainer.accelerator=gpu", "no GPU here")),
         (("data.batch_size=1000000",), ("data.batch_size=1000000", "at most")),
         (("model.vocab_size=100",), ("model.vocab_size=100", "at least 256")),
     ],
@@ -250,6 +253,19 @@ def test_what_the_user_can_put_right_is_one_message(tmp_path, overrides, words):
         assert word in ending.reason
     assert result(tmp_path / "run")["reason"] == ending.reason
     assert "Traceback" not in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_low_precision_on_the_cpu(tmp_path, precision):
+    train(tmp_path / "full", "trainer.max_steps=4")
+    assert train(tmp_path / "low", "trainer.max_steps=4", f"trainer.precision={precision}").status == "completed"
+    low, full = ([float(value) for value in curve(tmp_path / name).values()] for name in ("low", "full"))
+    assert low == pytest.approx(full, rel=0.01)
+    assert low != full
+    weight = torch.load(tmp_path / "low" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"][
+        "model.head.bias"
+    ]
+    assert weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
 
 def test_runs_in_one_process_do_not_influence_one_another(tmp_path):

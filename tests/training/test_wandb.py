@@ -14,11 +14,15 @@ pytestmark = fits
 OFFLINE = ("logger=wandb", "logger.tags=[test]")
 
 
-def summary(folder) -> dict:
+def inspect(folder, *options: str) -> str:
     """What W&B itself reads from a run's offline file."""
     (path,) = folder.glob("wandb/offline-run-*")
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(path)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def summary(folder) -> dict:
+    return json.loads(inspect(folder, "--summary"))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def two_runs(tmp_path_factory):
         patch.setenv("WANDB_MODE", "online")  # must not override logger.mode
         train(folder / "good", *OFFLINE, "trainer.val_every=6")
         patch.setattr(task, "next_token_loss", lambda logits, targets: logits.sum() * float("nan"))
-        assert train(folder / "bad", *OFFLINE, "impl=manual").status == "diverged"
+        assert train(folder / "bad", *OFFLINE, "impl=manual", group="a-sweep").status == "diverged"
     return folder
 
 
@@ -51,6 +55,9 @@ def test_a_run_that_ended_badly_is_a_run_of_its_own_and_marked_failed(two_runs):
     assert bad["run_id"] != good["run_id"]
     assert (bad["name"], bad["exit_code"]) == ("manual-dim32", 1)
     assert bad["summary"]["status"] == "diverged"
+    records = map(json.loads, inspect(two_runs / "bad").splitlines())
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert (run["run_group"], run["job_type"]) == ("a-sweep", "manual")
 
 
 def test_training_goes_on_without_wandb(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,93 @@
+"""Messages for what Hydra refuses, and the last lines, without a process of their own."""
+
+import pytest
+from conftest import raises
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from training.runs import config
+
+from fusedmlp.errors import UserError
+from fusedmlp.training.cli import Jobs, explain, last_lines, launch
+from fusedmlp.training.failures import Ending
+from fusedmlp.training.interrupt import Interrupted
+from fusedmlp.training.result import Result
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("impl=tritn", ("impl=tritn is unknown", "triton", "manual")),
+        ("model=gtp", ("model=gtp is unknown", "gpt, mlp")),
+        ("data=stdlb", ("data=stdlb is unknown", "stdlib", "synthetic")),
+        ("logger=wandbb", ("logger=wandbb is unknown", "wandb")),
+        ("experiment=lectures", ("experiment=lectures is unknown", "lecture", "gpt")),
+        ("trainer.max_stps=3", ("trainer.max_stps: no such key", "keys of trainer: max_steps")),
+        ("model.numlayers=3", ("model.numlayers: no such key", "keys of model: num_layers")),
+        ("data.batchsize=3", ("data.batchsize: no such key", "keys of data: batch_size")),
+        ("modle=gpt", ("modle: no such key", "keys and groups: model")),
+        ("dims=3", ("dims: no such key", "keys and groups: dim")),
+        ("trainer.max_steps.x=3", ("trainer.max_steps",)),
+        ("trainer.max_steps=[3", ("cannot read the override 'trainer.max_steps=[3'",)),
+    ],
+)
+def test_a_typo_lists_the_choices_the_closest_first(override, words):
+    with pytest.raises(HydraException) as caught:
+        config(override)
+    message = explain(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def fail(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("main", "code"),
+    [
+        (lambda: None, 0),
+        (fail(UserError("no directory")), 1),
+        (fail(Interrupted(15)), 143),
+        (fail(KeyboardInterrupt()), 130),
+        (lambda: config("impl=nothing"), 2),
+        (lambda: OmegaConf.to_container(config("seed=${nothing}"), resolve=True), 2),
+        (fail(PermissionError(13, "Permission denied", "/runs")), 1),
+    ],
+)
+def test_exit_codes(main, code, monkeypatch, capsys):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        launch(main, Jobs())
+    assert caught.value.code == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(tmp_path):
+    jobs = Jobs()
+    for ending in (Ending("completed"), Ending("failed", "reason", exit_code=1), Ending("completed")):
+        jobs.ended(Result(tmp_path, impl="native", dim=32, group="g", status=ending.status, overrides=[]), ending)
+    assert jobs.exit_code == 1
+    assert len(jobs.table()) == 4
+
+
+def test_an_interrupted_job_starts_no_other(tmp_path):
+    with raises(Interrupted, "SIGINT"):
+        Jobs().ended(
+            Result(tmp_path, impl="native", dim=32, group="g", status="interrupted", overrides=[]),
+            Ending("interrupted", "stopped by SIGINT", exit_code=130),
+        )
+
+
+def test_next_steps_keep_the_overrides_but_the_one_they_change(tmp_path):
+    result = Result(
+        tmp_path, status="completed", impl="native", dim=64, group=None, steps=5,
+        overrides=["impl=native", "dim=64", "resume=x", "data.files=[a b.txt]"], checkpoint=tmp_path / "last.ckpt",
+    )  # fmt: skip
+    lines = [line for line in last_lines(result) if line.startswith("next")]
+    assert "python train.py impl=compiled dim=64 'data.files=[a b.txt]'" in lines[0]
+    assert "python train.py -m impl=compiled,manual,native dim=64" in lines[1] or "triton" in lines[1]
+    assert f"resume={tmp_path} trainer.max_steps=10 impl=native dim=64" in lines[2]

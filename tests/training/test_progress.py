@@ -1,0 +1,72 @@
+"""What is shown on the way: a line per row in a pipe, one live line in a terminal."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from fusedmlp.training import progress
+from fusedmlp.training.progress import LiveProgress, PlainProgress, make_progress
+
+ROW = {"step": 50, "train/loss": 2.5, "throughput/tokens_per_s": 12345.6, "time/step_ms": 3.21}
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time, in seconds, set by hand."""
+    time = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: time[0])
+    return time
+
+
+def test_a_pipe_gets_a_line_per_row(now, capsys):
+    shown = PlainProgress()
+    shown.begin(0, 1000)
+    now[0] = 10.0
+    shown.tick(50)
+    shown.write(ROW)
+    shown.write({"step": 50, "val/loss": 2.25})
+    shown.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step   50/1000   loss 2.500   12,346 tokens/s   3.2 ms/step   3:10 left",
+        "step 50: validation loss 2.250 nats/token",
+    ]
+
+
+def test_time_left_after_a_resume_counts_the_steps_of_this_run(now, capsys):
+    shown = PlainProgress()
+    shown.begin(900, 1000)
+    now[0] = 10.0
+    shown.write(ROW | {"step": 950})
+    assert capsys.readouterr().out.rstrip().endswith("0:10 left")
+
+
+def test_a_terminal_gets_one_line_that_changes(now):
+    out = io.StringIO()
+    shown = LiveProgress(Console(file=out, force_terminal=True, width=120))
+    shown.begin(0, 100)
+    shown.write(ROW)
+    for step in range(1, 101):
+        now[0] = step * 0.1
+        shown.tick(step)
+    shown.say("validation")
+    shown.close()
+    shown.close()
+    steps = [int(step) for step in re.findall(r"step +(\d+)/100", out.getvalue())]
+    assert len(set(steps)) <= 25, "at most two redraws per second of the ten"
+    assert steps[-1] == 100
+    assert "loss 2.500   12,346 tokens/s   3.2 ms/step" in out.getvalue()
+    assert out.getvalue().count("validation") == 1
+
+
+def test_which_one_depends_on_the_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    assert isinstance(make_progress(), PlainProgress)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert isinstance(make_progress(), LiveProgress)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (86400, "24:00:00")])
+def test_durations(seconds, text):
+    assert progress._clock(seconds) == text
