@@ -34,8 +34,8 @@ def forbid_waiting(monkeypatch):
 )
 def test_no_step_waits_for_the_gpu(tmp_path, forbid_waiting, impl, model, precision, accumulate):
     ending = train(
-        tmp_path / "run", *ON_GPU, f"model={model}", f"impl={impl}", f"trainer.precision={precision}", "trainer.max_steps=50",
-        "trainer.log_every=10", "trainer.val_every=20", f"trainer.accumulate={accumulate}",
+        tmp_path / "run", *ON_GPU, f"model={model}", f"impl={impl}", f"trainer.precision={precision}",
+        f"trainer.accumulate={accumulate}", "trainer.max_steps=50", "trainer.log_every=10", "trainer.val_every=20",
     )  # fmt: skip
     assert ending.status == "completed", ending.reason
     assert list(curve(tmp_path / "run")) == [10, 20, 30, 40, 50]

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.runs import curve, fits, result, rows, train
 
+from fusedmlp import impls
 from fusedmlp.training import task
 from fusedmlp.training.csv_sink import COLUMNS, CsvSink
 from fusedmlp.training.metrics import DeviceMetrics
@@ -234,13 +235,11 @@ def test_a_checkpoint_that_breaks_off_leaves_the_one_before(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("impl=cuda",), ("impl=cuda cannot run here:",)),
         (("dim=33",), ("model: dim=33", "context=16", "32")),
         (("model=gpt", "model.num_heads=3"), ("model: dim=32", "num_heads=3", "33")),
         (("trainer.max_steps=0",), ("trainer.max_steps=0",)),
         (("seed=-1",), ("seed=-1", "from 0")),
         (("seed=one",), ("seed=one", "an integer")),
-        (("trainer.accelerator=gpu",), ("trainer.accelerator=gpu", "no GPU here")),
         (("data.batch_size=1000000",), ("data.batch_size=1000000", "at most")),
         (("model.vocab_size=100",), ("model.vocab_size=100", "at least 256")),
     ],
@@ -255,6 +254,21 @@ def test_what_the_user_can_put_right_is_one_message(tmp_path, overrides, words):
     assert "Traceback" not in (tmp_path / "run" / "train.log").read_text()
 
 
+def test_an_impl_that_cannot_run_here_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        impls, "unavailable", lambda name: "it lacks a compiler; install one" if name == "cuda" else None
+    )
+    ending = train(tmp_path / "run", "impl=cuda")
+    assert ending.reason == "impl=cuda cannot run here: it lacks a compiler; install one"
+    assert result(tmp_path / "run")["environment"]["torch"] == torch.__version__
+
+
+def test_a_gpu_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ending = train(tmp_path / "run", "trainer.accelerator=gpu")
+    assert "trainer.accelerator=gpu: expected cpu or auto" in ending.reason
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_low_precision_on_the_cpu(tmp_path, precision):
     train(tmp_path / "full", "trainer.max_steps=4")
@@ -262,10 +276,10 @@ def test_low_precision_on_the_cpu(tmp_path, precision):
     low, full = ([float(value) for value in curve(tmp_path / name).values()] for name in ("low", "full"))
     assert low == pytest.approx(full, rel=0.01)
     assert low != full
-    weight = torch.load(tmp_path / "low" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"][
-        "model.head.bias"
-    ]
-    assert weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    checkpoint = torch.load(tmp_path / "low" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["state_dict"]["model.head.bias"].dtype == (
+        torch.bfloat16 if precision == "bf16-true" else torch.float32
+    )
 
 
 def test_runs_in_one_process_do_not_influence_one_another(tmp_path):
