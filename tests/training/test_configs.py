@@ -12,7 +12,7 @@ GROUPS = {
     for folder in sorted(CONFIGS.iterdir())
     if folder.is_dir() and folder.name != "hydra"
 }
-OPTIONS = [f"{group}={name}" for group, names in GROUPS.items() for name in names if (group, name) != ("data", "base")]
+OPTIONS = [f"{group}={name}" for group, names in GROUPS.items() for name in names]
 
 
 @pytest.mark.parametrize("option", OPTIONS + [f"impl={name}" for name in impl_names()])
