@@ -183,6 +183,26 @@ def test_the_weights_have_the_same_names_and_shapes_in_every_impl(model):
     assert all(other == one for other in others)
 
 
+def test_random_numbers_drawn_in_the_loop_go_on_too(tmp_path, monkeypatch):
+    step, drawn = LanguageModelTask.training_step, []
+
+    def drawing(self, batch, batch_idx):
+        if len(drawn) == stop_at:
+            signal.raise_signal(signal.SIGINT)
+        drawn.append(torch.rand(1).item())
+        step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModelTask, "training_step", drawing)
+    stop_at = None
+    train(tmp_path / "whole")
+    whole, drawn[:] = drawn[:], []
+    stop_at = 2
+    train(tmp_path / "first")
+    assert len(drawn) == 3
+    train(tmp_path / "second", f"resume={tmp_path / 'first'}")
+    assert drawn == whole
+
+
 def test_random_generators_go_on_where_they_were():
     def draw():
         return random.random(), numpy.random.rand(), torch.rand(1).item()  # noqa: NPY002
