@@ -70,9 +70,14 @@ def _version(package: str) -> str | None:
 
 def _nvidia_driver() -> str | None:
     try:
-        match = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        return driver_version(Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return None
+
+
+def driver_version(text: str) -> str | None:
+    """The driver's version in what the kernel module says of itself: "580.159.04", after the architecture x86_64."""
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
     return match.group(1) if match else None
 
 

@@ -119,7 +119,8 @@ def test_distributed_wrappers(net, x, wrapper, process_group):
 
 @pytest.mark.gpu
 def test_cuda_graph(net, x):
-    expected = run(net, x)
+    # In a copy: what accumulates a parameter's gradient stays on the stream of its first backward pass.
+    expected = run(copy.deepcopy(net), x)
     static = x.clone().requires_grad_()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

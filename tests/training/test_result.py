@@ -8,6 +8,7 @@ import pytest
 from conftest import raises
 
 from fusedmlp.errors import UserError
+from fusedmlp.training import environment
 from fusedmlp.training.result import Result, claim_folder
 
 
@@ -56,3 +57,18 @@ def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         result.write(status="completed")
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (builder@)\n",
+            "580.159.04",
+        ),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        ("something else\n", None),
+    ],
+)
+def test_driver_version(text, version):
+    assert environment.driver_version(text) == version
