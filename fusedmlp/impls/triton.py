@@ -87,10 +87,10 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def first_order(ctx, *incoming):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *incoming)
         with torch.no_grad():
             outgoing = backward(ctx, *incoming)
-        if not torch.is_grad_enabled():
-            return outgoing
         sources = [t for t in (*incoming, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
         return tuple(None if g is None else _NoSecondDerivative.apply(g, *sources) for g in outgoing)
 

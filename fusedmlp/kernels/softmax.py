@@ -4,9 +4,11 @@
 
 M: n_rows, all dimensions but one, flattened. N: n_cols, the dimension that sums to one.
 
-A narrow row is read once and held in registers by one program, several rows at a time where they are short. Wide rows
-are in `softmax_wide.py`. Infinities need no guard here: a row of -inf, or one with +inf or NaN, becomes NaN by itself
-(-inf - -inf, inf - inf), as in torch.
+A narrow row is read once and held in registers by one program, several rows at a time where they are short. Wider rows
+are shared by several programs (`softmax_team.py`), still wider ones read in chunks (`softmax_wide.py`).
+
+Infinities need no guard here: a row of -inf, or one with +inf or NaN, becomes NaN by itself (-inf - -inf, inf - inf),
+as in torch.
 """
 
 import functools
@@ -18,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels.launch import on_device_of
+from fusedmlp.kernels.softmax_team import TeamConfig, max_parts, team_bwd, team_fwd
 from fusedmlp.kernels.softmax_wide import WideConfig, wide_bwd, wide_fwd
 
 
@@ -88,9 +91,15 @@ def _launch_rows(kernel, tensors: tuple[Tensor, ...], config: RowsConfig) -> Non
     )
 
 
+Config = RowsConfig | TeamConfig | WideConfig
+
+
 @functools.lru_cache
-def choose(n_cols: int, itemsize: int, backward: bool) -> RowsConfig | WideConfig:
-    """The configuration for rows of `n_cols` elements of `itemsize` bytes."""
+def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int) -> Config:
+    """The kernels and their configuration for rows of `n_cols` elements of `itemsize` bytes.
+
+    Measured on an H200 (profiles/records/LOG.md): rows of up to 16 KB are fastest held by one program without more ado.
+    """
     block_n = triton.next_power_of_2(n_cols)
     if block_n <= 1024:
         return RowsConfig(1024 // block_n, block_n, num_warps=1)
@@ -98,7 +107,15 @@ def choose(n_cols: int, itemsize: int, backward: bool) -> RowsConfig | WideConfi
         return RowsConfig(1, block_n, num_warps=block_n // (512 if backward else 1024))
     if block_n <= 8192:
         return RowsConfig(1, block_n, num_warps=16)
-    return WideConfig(width=8192, chunk=4096, num_warps=4)
+    if itemsize == 4 and block_n <= 16384:
+        return RowsConfig(1, block_n, num_warps=16 if backward else 32)
+    # One program a row, if it would not leave much of its registers idle.
+    if itemsize == 2 and block_n <= 32768 and (4 * n_cols >= 3 * block_n or max_parts == 1):
+        return TeamConfig(block_n, num_warps=block_n // (2048 if backward else 1024))
+    for block in (4096 * 4 // itemsize * 2**k for k in range(3)):
+        if n_cols <= max_parts * block:
+            return TeamConfig(block, num_warps=block * itemsize // 4096)
+    return WideConfig()
 
 
 def softmax_fwd(x: Tensor, dim: int) -> Tensor:
@@ -107,10 +124,12 @@ def softmax_fwd(x: Tensor, dim: int) -> Tensor:
     if x.numel() == 0:
         return y
     x_rows, y_rows = _rows(x, dim), _rows(y, dim)
-    config = choose(x_rows.shape[1], x.element_size(), False)
+    config = choose(x_rows.shape[1], x.element_size(), False, max_parts(x))
     with on_device_of(x):
         if isinstance(config, RowsConfig):
             rows_fwd(x_rows, y_rows, config)
+        elif isinstance(config, TeamConfig):
+            team_fwd(x_rows, y_rows, config)
         else:
             wide_fwd(x_rows, y_rows, config)
     return _written(y, y_rows, dim)
@@ -122,10 +141,12 @@ def softmax_bwd(dy: Tensor, y: Tensor, dim: int) -> Tensor:
     if y.numel() == 0:
         return dx
     dy_rows, y_rows, dx_rows = _rows(dy, dim), _rows(y, dim), _rows(dx, dim)
-    config = choose(y_rows.shape[1], y.element_size(), True)
+    config = choose(y_rows.shape[1], y.element_size(), True, max_parts(y))
     with on_device_of(y):
         if isinstance(config, RowsConfig):
             rows_bwd(dy_rows, y_rows, dx_rows, config)
+        elif isinstance(config, TeamConfig):
+            team_bwd(dy_rows, y_rows, dx_rows, config)
         else:
             wide_bwd(dy_rows, y_rows, dx_rows, config)
     return _written(dx, dx_rows, dim)

@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from fusedmlp.kernels import softmax
 from fusedmlp.kernels.softmax import RowsConfig, softmax_bwd, softmax_fwd
-from fusedmlp.kernels.softmax_wide import MAX_PARTS, WideConfig
+from fusedmlp.kernels.softmax_team import MAX_PARTS, TeamConfig
+from fusedmlp.kernels.softmax_wide import WideConfig
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -34,11 +35,14 @@ def check(x, dim, dy=None):
     return y, dx
 
 
-@pytest.fixture(params=["chosen", "wide"])
+FORCED = {"team": TeamConfig(1024, num_warps=1), "wide": WideConfig(64, num_warps=1)}
+
+
+@pytest.fixture(params=["chosen", *FORCED])
 def kernels(request, monkeypatch):
-    """The kernels that the width asks for, or those for wide rows whatever the width, in chunks of 64 columns."""
-    if request.param == "wide":
-        monkeypatch.setattr(softmax, "choose", lambda n_cols, itemsize, backward: WideConfig(128, 64, num_warps=1))
+    """The kernels that the width asks for, or those for wider rows whatever the width."""
+    if request.param in FORCED:
+        monkeypatch.setattr(softmax, "choose", lambda *_: FORCED[request.param])
     return request.param
 
 
@@ -50,7 +54,7 @@ def test_equals_float64(device, dtype, shape, kernels, poisoned):
 
 
 @in_all_dtypes
-@pytest.mark.parametrize("n_cols", [1023, 1025, 4096, 8193, 16400])
+@pytest.mark.parametrize("n_cols", [1023, 1025, 4096, 8193, 16400, 32767, 40000])
 def test_equals_float64_across_configurations(device, dtype, n_cols, poisoned):
     check(torch.randn(2, n_cols, device=device).to(dtype), 1)
 
@@ -130,24 +134,30 @@ def test_inputs_stay_and_results_repeat(device, kernels):
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("n_cols", [1, 2, 3, 1000, 1024, 1025, 8192, 8193, 50257, 262144])
+@pytest.mark.parametrize("n_cols", [1, 2, 3, 1000, 1024, 1025, 8192, 8193, 20000, 32768, 50257, 262144, 5_000_000])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_chosen_configuration_holds_the_row(n_cols, itemsize):
+@pytest.mark.parametrize("max_parts", [1, 14, MAX_PARTS])
+def test_chosen_configuration_holds_the_row(n_cols, itemsize, max_parts):
     for backward in (False, True):
-        config = softmax.choose(n_cols, itemsize, backward)
-        if isinstance(config, RowsConfig):
-            assert n_cols <= config.block_n < 2 * max(n_cols, 1)
-            # At most 128 fp32 registers of a thread hold x or dy and y.
-            held = config.block_m * config.block_n * (2 if backward else 1)
-            assert held / (32 * config.num_warps) <= 128
-        else:
-            assert config.width % config.chunk == 0
+        config = softmax.choose(n_cols, itemsize, backward, max_parts)
+        if isinstance(config, WideConfig):
+            assert n_cols > max_parts * 16384
+            continue
+        columns = config.block_m * config.block_n if isinstance(config, RowsConfig) else config.block
+        assert n_cols <= columns * (1 if isinstance(config, RowsConfig) else max_parts)
+        # Registers of a thread: rows are held in fp32, parts as they are; one tensor forward, two backward.
+        held = 4 if isinstance(config, RowsConfig) else itemsize
+        assert columns * held * (2 if backward else 1) / (32 * config.num_warps) <= 4 * 96
 
 
-# Teams need programs that run at the same time.
+# Teams need programs that run at the same time. Rows that fill their parts and odd ones that do not; one row; more
+# columns than a team can hold.
+TEAM_SHAPES = [(300, 32768), (64, 50257), (1, 131072), (3, 131071), (40, 262144), (9, 262137), (2, 2_000_003)]
+
+
 @pytest.mark.gpu
 @in_all_dtypes
-@pytest.mark.parametrize("shape", [(300, 32768), (64, 50257), (1, 131072), (3, 131071), (40, 262144), (2, 2_000_003)])
+@pytest.mark.parametrize("shape", TEAM_SHAPES, ids=str)
 def test_teams(dtype, shape, poisoned):
     x = torch.randn(shape, device="cuda").to(dtype)
     dy = torch.randn_like(x)
@@ -156,9 +166,10 @@ def test_teams(dtype, shape, poisoned):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", [TeamConfig(1024, num_warps=4), WideConfig(1024, num_warps=4)], ids=str)
 @pytest.mark.parametrize("parts", [2, 3, MAX_PARTS])
-def test_infinities_in_parts_of_a_team(monkeypatch, parts):
-    monkeypatch.setattr(softmax, "choose", lambda n_cols, itemsize, backward: WideConfig(1024, 1024, num_warps=4))
+def test_infinities_in_parts_of_a_team(monkeypatch, config, parts):
+    monkeypatch.setattr(softmax, "choose", lambda *_: config)
     x = torch.randn(6, 1024 * parts, device="cuda")
     x[0] = -math.inf
     x[1, :1024] = -math.inf
