@@ -1,7 +1,195 @@
-"""cuda: C++/CUDA kernels and cuBLASLt's fused epilogues. Not part of this version; asking for it says so."""
+"""cuda: C++ and CUDA, forward and backward.
 
-from fusedmlp import __version__
+GELU and softmax are hand-written kernels. Linear+GELU and the MLP go through cuBLASLt: for tanh with GELU in its
+epilogues, for erf (which it does not have) with a pointwise kernel that gives the bias gradient on the way. Where there
+are several ways they are timed once for each problem, and the fastest one is kept;
+`torch.use_deterministic_algorithms(True)` switches that off. The kernels are built on first use: see `fusedmlp.build`.
+
+Each call is one operator, `torch.ops.fusedmlp_cuda.*` (`fusedmlp/kernels/cuda_ops.py`), in C++ down to the launches; a
+`torch.autograd.Function` ties the forward operator to the backward one.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusedmlp import build
+from fusedmlp.kernels import cuda_ops, toolchain
+
+DEVICES = ("cuda",)
+
+_REMEDY = "use impl=native or impl=compiled"
+
+_ready = False
 
 
 def unavailable() -> str | None:
-    return f"fusedmlp {__version__} has no CUDA C++ kernels yet; use impl=native, impl=compiled or impl=triton"
+    if torch.version.cuda is None:
+        return f"{toolchain.missing()}; or {_REMEDY}"
+    if not torch.cuda.is_available():
+        return f"there is no CUDA GPU; {_REMEDY}"
+    archs = build.visible_archs()
+    if archs[0] < 80:
+        return f"a GPU has compute capability {archs[0] / 10} and the kernels need 8.0 (A100) or newer; {_REMEDY}"
+    if build.find(archs) is None and (reason := toolchain.missing()) is not None:
+        return f"{reason}; or {_REMEDY}"
+    return None
+
+
+def _load_kernels() -> None:
+    global _ready
+    build.load()
+    _ready = True
+
+
+# The first call may come while TorchDynamo traces: then it runs this, and takes the result for a constant.
+_load_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Passes a gradient on and raises when somebody differentiates it."""
+
+    @staticmethod
+    def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *_: Tensor):
+        raise RuntimeError("impl='cuda' has first derivatives only; for a second derivative use impl='native'")
+
+
+def _once_differentiable(backward: Callable) -> Callable:
+    """Decorator of a backward function that returns a tuple: differentiating what it returns raises.
+
+    `torch.autograd.function.once_differentiable` raises only where the incoming gradient requires a gradient itself.
+    """
+
+    @functools.wraps(backward)
+    def first_order(ctx, *incoming):
+        with torch.no_grad():
+            outgoing = backward(ctx, *incoming)
+        if not torch.is_grad_enabled():
+            return outgoing
+        sources = [t for t in (*incoming, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
+        return tuple(None if g is None else _NoSecondDerivative.apply(g, *sources) for g in outgoing)
+
+    return first_order
+
+
+def _starts_graph(*tensors: Tensor | None) -> bool:
+    """Whether a call is to be differentiated, and the kernels are there to run it.
+
+    `ctx.needs_input_grad` does not know about no_grad, so the question is asked before.
+    """
+    if torch.compiler.is_compiling() or not _ready:
+        _load_kernels()
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, approximate: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        return cuda_ops.gelu_fwd(x, approximate)
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return cuda_ops.gelu_bwd(dy, x, ctx.approximate), None
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    if _starts_graph(x):
+        return _Gelu.apply(x, approximate)
+    return cuda_ops.gelu_fwd(x, approximate)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int) -> Tensor:
+        y = cuda_ops.softmax_fwd(x, dim)
+        ctx.save_for_backward(y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return cuda_ops.softmax_bwd(dy, y, ctx.dim), None
+
+
+def softmax(x: Tensor, dim: int) -> Tensor:
+    if _starts_graph(x):
+        return _Softmax.apply(x, dim)
+    return cuda_ops.softmax_fwd(x, dim)
+
+
+class _LinearGelu(torch.autograd.Function):
+    """Keeps preact (M, N), and what the wanted gradients need of x and weight."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+        act, preact = cuda_ops.linear_gelu_fwd(x, weight, bias, approximate, True)
+        need_dx, need_dweight, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_dweight else None, weight if need_dx else None, preact)
+        ctx.approximate = approximate
+        return act
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight, preact = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        gradients = cuda_ops.linear_gelu_bwd(dy, x, weight, preact, ctx.approximate, needs[2])
+        return *_wanted(gradients, needs), None
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    if _starts_graph(x, weight, bias):
+        return _LinearGelu.apply(x, weight, bias, approximate)
+    act, _ = cuda_ops.linear_gelu_fwd(x, weight, bias, approximate, False)
+    return act
+
+
+class _Mlp(torch.autograd.Function):
+    """Keeps preact and act (M, N), and what the wanted gradients need of x and the weights."""
+
+    @staticmethod
+    def forward(ctx, x, weight1, bias1, weight2, bias2, approximate: str) -> Tensor:
+        need_dx, need_dweight1, need_dbias1, need_dweight2, _, _ = ctx.needs_input_grad
+        need_dpreact = need_dx or need_dweight1 or need_dbias1
+        y, preact, act = cuda_ops.mlp_fwd(x, weight1, bias1, weight2, bias2, approximate, need_dpreact, need_dweight2)
+        ctx.save_for_backward(
+            x if need_dweight1 else None,
+            weight1 if need_dx else None,
+            weight2 if need_dpreact else None,
+            preact if need_dpreact else None,
+            act if need_dweight2 else None,
+        )
+        ctx.approximate = approximate
+        return y
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx, dy: Tensor):
+        needs = ctx.needs_input_grad
+        gradients = cuda_ops.mlp_bwd(dy, *ctx.saved_tensors, ctx.approximate, needs[2], needs[4])
+        return *_wanted(gradients, needs), None
+
+
+def mlp(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, approximate: str
+) -> Tensor:
+    if _starts_graph(x, weight1, bias1, weight2, bias2):
+        return _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate)
+    y, _, _ = cuda_ops.mlp_fwd(x, weight1, bias1, weight2, bias2, approximate, False, False)
+    return y
+
+
+def _wanted(gradients: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(g if need else None for g, need in zip(gradients, needs, strict=False))
