@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from fusedmlp import impls
 from fusedmlp.profiling import timing
@@ -72,7 +73,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     # Backward is timed again and again on one graph, whose buffers `compiled` would otherwise give away.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     bandwidth = timing.copy_bytes_per_ms()
     rows = []
     for case in CASES:

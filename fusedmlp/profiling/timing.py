@@ -79,6 +79,10 @@ def environment() -> dict[str, Any]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
+    commit, changes = (
+        _output("git", "rev-parse", "HEAD"),
+        _output("git", "status", "--porcelain", "--untracked-files=no"),
+    )
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,
@@ -88,8 +92,8 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": triton_version,
         "python": platform.python_version(),
-        "commit": _output("git", "rev-parse", "HEAD"),
-        "uncommitted changes": _output("git", "status", "--porcelain", "--untracked-files=no") != "",
+        "commit": commit,
+        "uncommitted changes": None if commit is None else bool(changes),
         "command": " ".join(sys.argv),
     }
 
