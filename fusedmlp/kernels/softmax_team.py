@@ -98,6 +98,15 @@ def _store_part(ptr, values, low, high, width, BLOCK: tl.constexpr, VECTOR: tl.c
 
 
 @triton.jit
+def _zero_after(zero, value):
+    """`zero`, but not before `value` is known: what depends on it is not computed while the program still waits.
+
+    For a NaN it is 1, which may spoil what is then multiplied by NaN.
+    """
+    return zero + (value != value).to(tl.int32)
+
+
+@triton.jit
 def _forget(x, zero, PACKED: tl.constexpr):
     """x, and the compiler cannot know: it would keep the fp32 copies of a 16-bit x in registers, twice as many."""
     if PACKED:
@@ -126,13 +135,13 @@ def _softmax_fwd_team_kernel(
     # 0 takes the place of a part's maximum of -inf: the row's maximum may be elsewhere, and -inf - -inf is NaN.
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = tl.sum(tl.exp2((x.to(tl.float32) - shift) * 1.4426950408889634), axis=0)
-    x = _forget(x, zero, PACKED)
     if PARTS > 1:
         words_ptr = work_ptr + 1 + row * PARTS
         _post(words_ptr + part, row_max, row_sum)
         maxima, sums = _collect(words_ptr, PARTS)
         row_max = tl.max(maxima, axis=0)
         row_sum = tl.sum(sums * tl.exp2((maxima - row_max) * 1.4426950408889634), axis=0)
+    x = _forget(x, _zero_after(zero, row_sum), PACKED)
     y = tl.exp2((x.to(tl.float32) - row_max) * 1.4426950408889634) * (1.0 / row_sum)
     _store_part(y_ptr + y_start + first, y, low, high, width, BLOCK, VECTOR)
 
@@ -154,14 +163,14 @@ def _softmax_bwd_team_kernel(
     y = _load_part(y_ptr + y_start + first, low, high, width, 0.0, BLOCK, VECTOR)
     dy = _load_part(dy_ptr + dy_start + first, low, high, width, 0.0, BLOCK, VECTOR)
     dot = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=0)
-    y = _forget(y, zero, PACKED)
-    dy = _forget(dy, zero, PACKED)
     if PARTS > 1:
         words_ptr = work_ptr + 1 + row * PARTS
         # The first value only makes the word differ from 0.
         _post(words_ptr + part, tl.full((), 1.0, tl.float32), dot)
         _, dots = _collect(words_ptr, PARTS)
         dot = tl.sum(dots, axis=0)
+    y = _forget(y, _zero_after(zero, dot), PACKED)
+    dy = _forget(dy, _zero_after(zero, dot), PACKED)
     dx = y.to(tl.float32) * (dy.to(tl.float32) - dot)
     _store_part(dx_ptr + dx_start + first, dx, low, high, width, BLOCK, VECTOR)
 
@@ -192,6 +201,9 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: TeamConfig) -> None:
     if n_cols + vector - 1 > max_parts(x) * config.block:
         # A row that begins between vectors takes up to vector - 1 columns more; read one by one, it does not.
         vector = 1
+    elif vector > 1 and 2 * (n_cols + vector) <= max_parts(x) * config.block:
+        # Masks of single elements, in the parts at a row's ends, take registers as well.
+        config = TeamConfig(config.block // 2, config.num_warps)
     parts = -(-(n_cols + vector - 1) // config.block)
     packed = x.element_size() == 2 and not _INTERPRETER
     kernel[(n_rows * parts,)](

@@ -79,10 +79,8 @@ def environment() -> dict[str, Any]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = None
-    commit, changes = (
-        _output("git", "rev-parse", "HEAD"),
-        _output("git", "status", "--porcelain", "--untracked-files=no"),
-    )
+    commit = _output("git", "rev-parse", "HEAD")
+    changes = _output("git", "status", "--porcelain", "--untracked-files=no")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,

@@ -126,6 +126,12 @@ def build_softmax(n_cols, backward, dtype, sm, vector=1, odd=()):
     return build(kernel, constants, dtype, sm, config.num_warps, ("zero", *odd))
 
 
+@pytest.mark.parametrize(("backward", "registers"), [(False, 72), (True, 96)])
+def test_16_bit_parts_are_held_as_they_came(backward, registers):
+    """64 columns a thread: 32 registers a tensor, and twice that if the fp32 copies were kept across the waiting."""
+    assert build_softmax(131072, backward, "bf16", 90).registers <= registers
+
+
 @on_all_cards
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_team_waits_without_a_barrier(backward, sm):
