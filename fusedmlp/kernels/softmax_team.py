@@ -7,7 +7,6 @@ program waits, others on the same multiprocessor load and store: the more of the
 parts are held as they came and converted again for each pass (`_forget`).
 """
 
-import functools
 import os
 from dataclasses import dataclass
 
@@ -15,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fusedmlp.kernels.launch import elements_per_vector, num_sms
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -238,18 +239,6 @@ def spread(config: TeamConfig, x: Tensor) -> TeamConfig:
     return config if block == config.block else TeamConfig(block, num_warps)
 
 
-def elements_per_vector(tensors: tuple[Tensor, ...]) -> int:
-    """Elements in 16 bytes where rows begin between such vectors, and alike in all tensors; else 1.
-
-    Where every row begins on a multiple of 16 bytes, the compiler knows it and needs no help.
-    """
-    vector = 16 // tensors[0].element_size()
-    offsets = {t.stride(0) % vector for t in tensors}
-    if len(offsets) > 1 or offsets == {0} or any(t.data_ptr() % 16 for t in tensors):
-        return 1
-    return vector
-
-
 def work_area(x: Tensor, n_rows: int, parts: int) -> Tensor:
     """The number of tasks taken, then a word for each part, all 0; nothing where nobody waits."""
     return torch.zeros(1 + n_rows * parts, dtype=torch.int64, device=x.device) if parts > 1 else x
@@ -258,9 +247,3 @@ def work_area(x: Tensor, n_rows: int, parts: int) -> Tensor:
 def part_width(n_cols: int, parts: int) -> int:
     """Columns of one part: equal shares, in multiples of 16 so that each begins where a wide access may."""
     return -(-n_cols // (16 * parts)) * 16
-
-
-@functools.lru_cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

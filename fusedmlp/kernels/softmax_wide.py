@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmlp.kernels.launch import elements_per_vector
 from fusedmlp.kernels.softmax_team import (
     _collect,
     _load_part,
@@ -17,7 +18,6 @@ from fusedmlp.kernels.softmax_team import (
     _row_start,
     _store_part,
     _take_task,
-    elements_per_vector,
     max_parts,
     part_width,
     work_area,
