@@ -11,7 +11,7 @@ _NO_SWITCH: AbstractContextManager = nullcontext()
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """A context in which Triton launches on the GPU of x. It launches on the current one, whichever x is on."""
-    # Switching costs about as much as the launch, so it is left out where there is nothing to switch.
+    # Switching takes host time at every launch, so it is left out where there is nothing to switch.
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _NO_SWITCH
     return torch.cuda.device(x.device)
