@@ -4,12 +4,14 @@
     python scripts/bench_ops.py --out profiles/runs/ops --op softmax --impl native triton --rep 10
 
 Each cell stands behind a correctness gate on the same tensors: its error against float64 must not exceed twice that of
-the native op plus a rounding band. Times of one row alternate in one run. The limit is the time that a copy of the same
-bytes would take on this card in this run: forward reads one tensor and writes one, backward reads two and writes one.
+the native op plus a rounding band; an implementation that fails it, or cannot run, is not timed and says why. Times of
+one row alternate in one run. The limit is the time that a copy of the same bytes would take on this card in this run:
+forward reads one tensor and writes one, backward reads two and writes one.
 Writes gelu-softmax.json and gelu-softmax.md to --out and prints the table.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,16 @@ from fusedmlp import impls
 from fusedmlp.profiling import timing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MEASURED = (
+    "forward ms", "forward share of limit", "backward ms", "backward share of limit", "forward p20 / p80",
+    "backward p20 / p80", "error y", "error dx", "peak MiB",
+)  # fmt: skip
 # Rows of the tensors that are compared with float64: those at the ends, where masks and the last programs are.
 CHECKED_ROWS = 64
+
+
+class WrongResult(Exception):
+    """An implementation's result is further from float64 than its dtype allows."""
 
 
 @dataclass(frozen=True)
@@ -70,34 +80,42 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     # Backward is timed again and again on one graph, whose buffers `compiled` would otherwise give away.
     functorch_config.donated_buffer = False
     bandwidth = timing.copy_bytes_per_ms()
-    rows = []
+    details = {"copy bandwidth, TB/s": bandwidth / 1e9, "rounds": args.rounds, "rep, ms": args.rep}
+    tables: dict[str, list[dict]] = {op: [] for op in args.op}
     for case in CASES:
         if case.op in args.op:
-            rows += measure(case, args, bandwidth)
+            tables[case.op] += measure(case, args, bandwidth)
             torch.cuda.empty_cache()
-    details = {"copy bandwidth, TB/s": bandwidth / 1e9, "rounds": args.rounds, "rep, ms": args.rep}
-    tables = {op: [row for row in rows if row["case"].startswith(op)] for op in args.op}
-    timing.write_record(args.out, "gelu-softmax", tables, details)
+            # After every case, so that whatever stops the run costs that case alone.
+            timing.write_record(args.out, "gelu-softmax", tables, details)
+    rows = [row for table in tables.values() for row in table]
     print(timing.markdown_table(rows), f"\ncopy bandwidth: {bandwidth / 1e9:.2f} TB/s")
+    return 1 if any(row["failure"] for row in rows) else 0
 
 
 def measure(case: Case, args: argparse.Namespace, bandwidth: float) -> list[dict]:
-    """Check every implementation of the case, then time them in turns, forward and backward."""
+    """Check every implementation of the case, then time those that are right in turns, forward and backward."""
     x = torch.randn(case.shape, dtype=DTYPES[case.dtype], device="cuda", requires_grad=True)
     dy = torch.randn_like(x, requires_grad=False)
-    ops = {name: op(name, case) for name in args.impl}
-    errors = {name: check(function, case, x.detach(), dy) for name, function in ops.items()}
-    peaks = {name: timing.peak_bytes(lambda f=f: torch.autograd.grad(f(x), x, dy)) for name, f in ops.items()}
+    rows = {name: {"case": str(case), "impl": name, **dict.fromkeys(MEASURED), "failure": None} for name in args.impl}
+    ops = {}
+    for name, row in rows.items():
+        try:
+            function = op(name, case)
+            row["error y"], row["error dx"] = check(function, case, x.detach(), dy)
+            row["peak MiB"] = timing.peak_bytes(lambda f=function: torch.autograd.grad(f(x), x, dy)) / 2**20
+            ops[name] = function
+        except (RuntimeError, WrongResult) as error:
+            row["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            print(f"{case} {name}: {row['failure']}", flush=True)
     with torch.no_grad():
         forward = timing.time_side_by_side(
-            {name: lambda f=f: f(x) for name, f in ops.items()},
-            args.rounds,
-            rep_ms=args.rep,
+            {name: lambda f=f: f(x) for name, f in ops.items()}, args.rounds, rep_ms=args.rep
         )
     # Backward in turns needs the graphs of all implementations at once.
     outputs = {name: f(x) for name, f in ops.items()}
@@ -107,22 +125,12 @@ def measure(case: Case, args: argparse.Namespace, bandwidth: float) -> list[dict
         rep_ms=args.rep,
     )
     copy_ms = x.numel() * x.element_size() / bandwidth
-    return [
-        {
-            "case": str(case),
-            "impl": name,
-            "forward ms": forward[name].p50,
-            "share of limit": 2 * copy_ms / forward[name].p50,
-            "backward ms": backward[name].p50,
-            "share of limit, backward": 3 * copy_ms / backward[name].p50,
-            "forward p20 / p80": f"{forward[name].p20:.4g} / {forward[name].p80:.4g}",
-            "backward p20 / p80": f"{backward[name].p20:.4g} / {backward[name].p80:.4g}",
-            "error y": errors[name][0],
-            "error dx": errors[name][1],
-            "peak MiB": peaks[name] / 2**20,
-        }
-        for name in ops
-    ]
+    for direction, tensors, times in (("forward", 2, forward), ("backward", 3, backward)):
+        for name, time in times.items():
+            rows[name][f"{direction} ms"] = time.p50
+            rows[name][f"{direction} share of limit"] = tensors * copy_ms / time.p50
+            rows[name][f"{direction} p20 / p80"] = f"{time.p20:.4g} / {time.p80:.4g}"
+    return list(rows.values())
 
 
 def op(impl: str, case: Case) -> Callable[[Tensor], Tensor]:
@@ -142,7 +150,7 @@ def check(function: Callable[[Tensor], Tensor], case: Case, x: Tensor, dy: Tenso
         error, bound = (ours - oracle).abs().max(), 2 * (eager.double() - oracle).abs().max()
         bound += 2 * torch.finfo(x.dtype).eps * oracle.abs().max()
         if not error <= bound:
-            raise SystemExit(f"wrong: {name} of {case}: error {error:.3e} exceeds {bound:.3e}")
+            raise WrongResult(f"error of {name} {error:.3e} exceeds {bound:.3e}")
         errors.append(float(error / oracle.abs().max()))
     return errors[0], errors[1]
 
@@ -155,4 +163,4 @@ def run(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> tuple[Te
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
