@@ -165,3 +165,10 @@ def test_sigterm_is_143(command, tmp_path):
     assert "Traceback" not in out + err
     ((_, found),) = results(tmp_path).items()
     assert (found["status"], found["reason"]) == ("interrupted", "stopped by SIGTERM")
+
+
+def test_a_reader_that_leaves_is_no_error_of_ours(command):
+    with command("--help") as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -74,6 +74,10 @@ def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
         code = _complain(_first_line(str(error)), EXIT_USAGE)
     except UserError as error:
         code = _complain(str(error), EXIT_FAILED)
+    except BrokenPipeError:
+        # Whoever read the output (`| head`) has gone; Python would complain again when it flushes on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_FAILED
     except OSError as error:
         # Hydra makes the run's directory before the run begins.
         code = _complain(f"the run's directory cannot be made: {error.strerror}: {error.filename}", EXIT_FAILED)
