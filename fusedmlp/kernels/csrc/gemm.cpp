@@ -80,27 +80,12 @@ cublasLtEpilogue_t lt_epilogue(Epilogue epilogue) {
   throw std::runtime_error("unknown epilogue");
 }
 
-bool has_aux(Epilogue epilogue) {
-  return epilogue == Epilogue::kGeluAux || epilogue == Epilogue::kGeluAuxBias || epilogue == Epilogue::kDGelu ||
-         epilogue == Epilogue::kDGeluSums;
-}
-
 // Largest power of two, up to 256, that divides an address.
 uint32_t alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   uint32_t bytes = 256;
   while (address % bytes != 0) bytes /= 2;
   return bytes;
-}
-
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-bool fits(const Product& p) {
-  const auto whole = [&](int64_t elements) { return elements * size_of(p.dtype) % 16 == 0; };
-  // An auxiliary matrix needs rows of a multiple of 8 elements, whatever the dtype.
-  if (has_aux(p.epilogue) && p.N % 8 != 0) return false;
-  return p.M > 0 && p.N > 0 && p.K > 0 && whole(p.N) && whole(p.a.ld) && whole(p.b.ld) && is_aligned(p.a.data) &&
-         is_aligned(p.b.data) && is_aligned(p.d) && is_aligned(p.bias) && is_aligned(p.aux);
 }
 
 Layout layout_of(const Matrix& matrix, int64_t rows, int64_t columns, cudaDataType_t type) {

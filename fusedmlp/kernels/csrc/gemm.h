@@ -53,8 +53,23 @@ struct LtContext {
   std::function<void*(size_t)> workspace;
 };
 
-// Whether the product was enqueued. It is not if cuBLASLt does not take it: sizes and addresses must be multiples of 16
-// bytes, and not every epilogue exists for every dtype and card.
+inline bool has_aux(Epilogue epilogue) {
+  return epilogue == Epilogue::kGeluAux || epilogue == Epilogue::kGeluAuxBias || epilogue == Epilogue::kDGelu ||
+         epilogue == Epilogue::kDGeluSums;
+}
+
+// Whether cuBLASLt's fast kernels and its epilogues can take these sizes and addresses.
+inline bool fits(const Product& p) {
+  const auto whole = [&](int64_t elements) { return elements * size_of(p.dtype) % 16 == 0; };
+  const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
+  // An auxiliary matrix needs rows of a multiple of 8 elements, whatever the dtype.
+  if (has_aux(p.epilogue) && p.N % 8 != 0) return false;
+  return p.M > 0 && p.N > 0 && p.K > 0 && whole(p.N) && whole(p.a.ld) && whole(p.b.ld) && aligned(p.a.data) &&
+         aligned(p.b.data) && aligned(p.d) && aligned(p.bias) && aligned(p.aux);
+}
+
+// Whether the product was enqueued. It is not if it does not fit, or if cuBLASLt has no kernel for it: not every epilogue
+// exists for every dtype and card.
 // Throws std::runtime_error when cuBLASLt fails.
 bool run_product(const Product& product, const LtContext& context);
 

@@ -1,7 +1,5 @@
-// What every operator needs around a launcher: the device and stream of its tensors, dtypes, and layouts.
+// One call of an operator: the device and stream of its tensors.
 #pragma once
-
-#include <cstdint>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,9 +8,8 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <c10/util/Exception.h>
 
-#include "kernels.h"
+#include "layouts.h"
 
 namespace fusedmlp {
 
@@ -31,32 +28,5 @@ class Call {
  public:
   const cudaStream_t stream;
 };
-
-inline Dtype dtype_of(const at::Tensor& x) {
-  switch (x.scalar_type()) {
-    case at::kFloat:
-      return Dtype::kFloat32;
-    case at::kHalf:
-      return Dtype::kFloat16;
-    case at::kBFloat16:
-      return Dtype::kBFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, "fusedmlp_cuda: expected float32, float16 or bfloat16, got ", x.scalar_type());
-  }
-}
-
-inline Approximate approximate_of(c10::string_view approximate) {
-  TORCH_CHECK_VALUE(approximate == "none" || approximate == "tanh",
-                    "fusedmlp_cuda: approximate must be \"none\" or \"tanh\", got ", approximate);
-  return approximate == "tanh" ? Approximate::kTanh : Approximate::kNone;
-}
-
-inline bool is_aligned(const at::Tensor& x) { return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0; }
-
-// x itself if it is contiguous and begins at a multiple of 16 bytes, else a copy that does.
-inline at::Tensor aligned_contiguous(const at::Tensor& x) {
-  const at::Tensor contiguous = x.contiguous();
-  return is_aligned(contiguous) ? contiguous : contiguous.clone(at::MemoryFormat::Contiguous);
-}
 
 }  // namespace fusedmlp

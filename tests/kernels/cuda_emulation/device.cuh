@@ -1,0 +1,137 @@
+// csrc/device.cuh on the CPU: the same names, checked more strictly than a GPU does.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "cuda_runtime_api.h"
+
+struct __half {
+  uint16_t bits;
+};
+struct __nv_bfloat16 {
+  uint16_t bits;
+};
+
+namespace fusedmlp {
+
+constexpr int kWarp = 32;
+
+template <typename T>
+constexpr int kVec = 16 / static_cast<int>(sizeof(T));
+
+template <typename To, typename From>
+To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline float exp2_approx(float x) {
+  const float y = std::exp2(x);
+  return y < 1.17549435e-38f ? 0.0f : y;
+}
+inline float rsqrt_approx(float x) { return 1.0f / std::sqrt(x); }
+
+inline float to_float(float x) { return x; }
+inline float to_float(__half x) { return static_cast<float>(bits_as<_Float16>(x.bits)); }
+inline float to_float(__nv_bfloat16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+template <typename T>
+T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+inline __half from_float<__half>(float x) {
+  return {bits_as<uint16_t>(static_cast<_Float16>(x))};
+}
+template <>
+inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  const uint32_t bits = bits_as<uint32_t>(x);
+  if (std::isnan(x)) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+struct Packed {
+  unsigned char bytes[16];
+};
+
+inline void require_aligned(const void* pointer) {
+  emulation::require(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, "a misaligned access of 16 bytes");
+}
+inline Packed load16(const void* pointer) {
+  require_aligned(pointer);
+  Packed packed;
+  std::memcpy(&packed, pointer, 16);
+  return packed;
+}
+inline void store16(void* pointer, Packed packed) {
+  require_aligned(pointer);
+  std::memcpy(pointer, &packed, 16);
+}
+
+template <typename T>
+void unpack(Packed packed, float (&out)[kVec<T>]) {
+  T elements[kVec<T>];
+  std::memcpy(elements, &packed, 16);
+  for (int i = 0; i < kVec<T>; ++i) out[i] = to_float(elements[i]);
+}
+template <typename T>
+Packed pack(const float (&in)[kVec<T>]) {
+  T elements[kVec<T>];
+  for (int i = 0; i < kVec<T>; ++i) elements[i] = from_float<T>(in[i]);
+  Packed packed;
+  std::memcpy(&packed, elements, 16);
+  return packed;
+}
+template <typename T>
+Packed push_front(Packed packed, T element) {
+  std::memmove(packed.bytes + sizeof(T), packed.bytes, 16 - sizeof(T));
+  std::memcpy(packed.bytes, &element, sizeof(T));
+  return packed;
+}
+template <int kCount>
+void keep_packed_until(float, Packed (&)[kCount]) {}
+
+inline float lane_xor(float value, int mask) {
+  emulation::Block& block = *emulation::current->block;
+  const unsigned thread = threadIdx.x;
+  emulation::require(blockDim.x % kWarp == 0, "a shuffle in an incomplete warp");
+  emulation::Barrier& warp = block.warps[thread / kWarp];
+  block.lanes[thread] = value;
+  emulation::wait_at(warp);
+  const float other = block.lanes[thread ^ static_cast<unsigned>(mask)];
+  emulation::wait_at(warp);
+  return other;
+}
+
+inline void block_sync() { emulation::wait_at(emulation::current->block->barrier); }
+
+template <typename V>
+V* shared_memory() {
+  return reinterpret_cast<V*>(emulation::current->block->shared.data());
+}
+
+inline int cluster_rank() { return emulation::current->rank; }
+inline int cluster_size() { return static_cast<int>(emulation::cluster->size()); }
+inline void cluster_arrive() {
+  emulation::require(emulation::current->cluster_phase < 0, "a second arrive without a wait");
+  emulation::current->cluster_phase = emulation::cluster_barrier.phase;
+  emulation::cluster_barrier.arrive();
+}
+inline void cluster_wait() {
+  emulation::require(emulation::current->cluster_phase >= 0, "a wait without an arrive");
+  emulation::wait_until_over(emulation::cluster_barrier, emulation::current->cluster_phase);
+  emulation::current->cluster_phase = -1;
+}
+template <typename V>
+V* shared_of(V* pointer, int rank) {
+  emulation::Block &own = *emulation::current->block, &other = (*emulation::cluster)[rank];
+  emulation::require(other.running == static_cast<int>(blockDim.x), "shared memory of a block that has ended");
+  return reinterpret_cast<V*>(other.shared.data() + (reinterpret_cast<unsigned char*>(pointer) - own.shared.data()));
+}
+
+}  // namespace fusedmlp

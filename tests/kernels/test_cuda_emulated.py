@@ -1,0 +1,260 @@
+"""The CUDA kernels, compiled by the C++ compiler against an emulation of the CUDA runtime, and run on the CPU.
+
+One fiber per CUDA thread, in random order between barriers; 16-byte accesses must be aligned, memory around a tensor
+is watched, and shared memory starts as NaN. So index arithmetic, tails, shuffles, barriers and clusters are tested
+without a GPU; speed, registers and what cuBLASLt does are not.
+"""
+
+import ctypes
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.cuda_emulation import cuda_on_cpu
+
+DTYPES = {"fp32": (0, torch.float32), "fp16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
+GUARD = 64
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    try:
+        return cuda_on_cpu.build(tmp_path_factory.mktemp("emulation"))
+    except RuntimeError as error:
+        if "_Float16" in str(error):
+            pytest.skip("needs a g++ that has _Float16 (12 or newer)")
+        raise
+
+
+@pytest.fixture(scope="module")
+def emulated(library):
+    """The launchers, as functions of a shared library."""
+    launchers = ctypes.CDLL(str(library))
+    launchers.strips.restype = ctypes.c_int64
+    return launchers
+
+
+def test_the_contract_on_cpu(library):
+    """All that every implementation owes, with cuBLASLt's epilogues written out and each way to compute in its turn.
+
+    In a process of its own, in which the operators accept CPU tensors.
+    """
+    emulation = str(Path(cuda_on_cpu.__file__).parent)
+    path = os.pathsep.join(filter(None, [emulation, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"CUDA_ON_CPU": str(library), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    selected = ["tests/impls/test_contract.py", "tests/impls/test_autograd.py", "tests/impls/test_composition.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "cuda_on_cpu", "-p", "no:cacheprovider", "-q", "-k", "cuda"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run([*command, *selected], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 50
+
+
+@pytest.fixture(params=DTYPES)
+def kind(request):
+    return DTYPES[request.param]
+
+
+class Guarded:
+    """A tensor between two stretches of NaN, `offset` elements after a multiple of 64 bytes."""
+
+    def __init__(self, values: torch.Tensor, offset: int = 0, stride: int | None = None):
+        rows = values.reshape(1, -1) if values.ndim < 2 else values
+        stride = rows.shape[1] if stride is None else stride
+        self.memory = torch.full((2 * GUARD + rows.shape[0] * stride + 2 * GUARD,), math.nan, dtype=values.dtype)
+        start = -(self.memory.data_ptr() // values.element_size()) % 32 + GUARD + offset
+        view = self.memory.as_strided(rows.shape, (stride, 1), start)
+        view.copy_(rows)
+        self.values = view.view(values.shape) if values.ndim < 2 else view
+        self.before = self.memory.clone()
+
+    @property
+    def pointer(self):
+        return ctypes.c_void_p(self.values.data_ptr())
+
+    def check_untouched_around(self):
+        """Whatever is not the tensor still is what it was."""
+        after = self.memory.clone()
+        inside = after.as_strided(self.values.shape, self.values.stride(), self.values.storage_offset())
+        before = self.before.as_strided(self.values.shape, self.values.stride(), self.values.storage_offset())
+        inside.copy_(before)
+        assert torch.equal(after.view(torch.uint8), self.before.view(torch.uint8)), "written outside of the result"
+
+
+def empty(*shape, dtype):
+    return Guarded(torch.full(shape, math.nan, dtype=dtype))
+
+
+def long(number):
+    return ctypes.c_int64(number)
+
+
+def assert_close(got, expected, scale=1.0):
+    """Within the rounding of the result's dtype and of the fp32 arithmetic inside."""
+    eps = torch.finfo(got.dtype).eps
+    bound = eps * expected.abs() + (4e-7 + (2**-24 if got.dtype == torch.float16 else 0.0)) * scale
+    error = (got.double() - expected).abs()
+    assert torch.all(error <= bound), f"error {error.max():.3e}, {(error / bound).max():.2f} of the bound"
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu(emulated, kind, approximate):
+    code, dtype = kind
+    # One block's worth of elements is 4096: less, exactly that, and one block with a tail.
+    for n in (1, 7, 4095, 4096, 4097, 8192):
+        x, dy = Guarded(torch.randn(n).mul(3).to(dtype)), Guarded(torch.randn(n).to(dtype))
+        y, dx = empty(n, dtype=dtype), empty(n, dtype=dtype)
+        flag = int(approximate == "tanh")
+        assert emulated.run_gelu_fwd(code, flag, x.pointer, y.pointer, long(n)) == 0
+        assert emulated.run_gelu_bwd(code, flag, dy.pointer, x.pointer, dx.pointer, long(n)) == 0
+        leaf = x.values.double().requires_grad_()
+        expected = torch.nn.functional.gelu(leaf, approximate=approximate)
+        expected.backward(dy.values.double())
+        assert_close(y.values, expected.detach(), scale=4.0)
+        assert_close(dx.values, leaf.grad, scale=4.0)
+        y.check_untouched_around()
+        dx.check_untouched_around()
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_special_values(emulated, approximate):
+    """Finite for any finite x, no overflow on the way; inf, -inf and NaN as torch on CUDA."""
+    values = [0.0, -0.0, 5.0, -5.0, 12.9, -12.9, 20.0, -20.0, 6e4, -6e4, 1e18, -1e18, math.inf, -math.inf, math.nan]
+    x = Guarded(torch.tensor(values))
+    y, dx, dy = empty(15, dtype=torch.float32), empty(15, dtype=torch.float32), Guarded(torch.ones(15))
+    flag = int(approximate == "tanh")
+    emulated.run_gelu_fwd(0, flag, x.pointer, y.pointer, long(15))
+    emulated.run_gelu_bwd(0, flag, dy.pointer, x.pointer, dx.pointer, long(15))
+    leaf = x.values[:12].double().requires_grad_()
+    expected = torch.nn.functional.gelu(leaf, approximate=approximate)
+    expected.sum().backward()
+    torch.testing.assert_close(y.values[:12], expected.detach().float(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(dx.values[:12], leaf.grad.float(), rtol=1e-6, atol=1e-6)
+    assert y.values[12] == math.inf
+    assert torch.isnan(y.values[13:]).all()
+    assert torch.isnan(dx.values[14])
+
+
+@pytest.mark.parametrize("term", ["sums alone", "none", "tanh"])
+def test_column_sums(emulated, kind, term):
+    code, dtype = kind
+    # A tile is 32 x 8 (16-bit) or 32 x 4 columns and 32 rows: below, at and above; rows not a multiple of 16 bytes.
+    for M, N in [(1, 8), (33, 256), (40, 264), (5, 130), (100, 37), (64, 1)]:
+        dy, preact = Guarded(torch.randn(M, N).to(dtype)), Guarded(torch.randn(M, N).to(dtype))
+        count = emulated.strips(code, long(M), long(N))
+        partial, out = empty(count, N, dtype=torch.float32), empty(N, dtype=dtype)
+        dpreact = empty(M, N, dtype=dtype)
+        flag = {"sums alone": -1, "none": 0, "tanh": 1}[term]
+        pointers = [t.pointer for t in (dy, preact, dpreact, partial, out)]
+        assert emulated.run_column_sums(code, flag, *pointers, long(M), long(N)) == 0
+        expected = dy.values.double()
+        if flag >= 0:
+            leaf = preact.values.double().requires_grad_()
+            torch.nn.functional.gelu(leaf, approximate=term).backward(expected)
+            expected = leaf.grad
+            assert_close(dpreact.values, expected, scale=4.0)
+            dpreact.check_untouched_around()
+        assert_close(out.values, expected.sum(0), scale=4.0 * M)
+        partial.check_untouched_around()
+        out.check_untouched_around()
+
+
+# Columns: within a lane, a warp, a block, at and around powers of two; then what only a cluster holds, and what nothing
+# does. The same columns with no clusters at all take the other ways.
+COLUMNS = [1, 2, 7, 8, 9, 31, 33, 127, 128, 129, 250, 257, 1000, 1024, 1025, 2047, 4104]
+WIDE = [(16384 + 8, 8), (32768 + 3, 4), (40001, 1), (17000, 2)]
+
+
+def run_softmax(emulated, kind, x, dy, max_cluster):
+    """y, dx of the kernels for x and dy, Guarded."""
+    code, dtype = kind
+    M, N = x.values.shape
+    y, dx = empty(M, N, dtype=dtype), empty(M, N, dtype=dtype)
+    stride_x, stride_dy = long(x.values.stride(0)), long(dy.values.stride(0))
+    assert emulated.run_softmax_fwd(code, x.pointer, stride_x, y.pointer, long(M), long(N), max_cluster) == 0
+    y.check_untouched_around()
+    y_pointers = (y.pointer, long(N))
+    assert (
+        emulated.run_softmax_bwd(code, dy.pointer, stride_dy, *y_pointers, dx.pointer, long(M), long(N), max_cluster)
+        == 0
+    )
+    dx.check_untouched_around()
+    return y.values, dx.values
+
+
+def check_softmax(emulated, kind, x, dy, max_cluster):
+    y, dx = run_softmax(emulated, kind, x, dy, max_cluster)
+    expected = torch.softmax(x.values.double(), 1)
+    assert_close(y, expected)
+    wide_y, wide_dy = y.double(), dy.values.double()
+    assert_close(dx, wide_y * (wide_dy - (wide_y * wide_dy).sum(1, keepdim=True)), scale=8.0)
+
+
+@pytest.mark.parametrize("max_cluster", [1, 16])
+def test_softmax(emulated, kind, max_cluster):
+    for N in COLUMNS:
+        M = 5 if N > 100 else 70
+        x, dy = (Guarded(torch.randn(M, N).mul(3).to(kind[1])) for _ in range(2))
+        check_softmax(emulated, kind, x, dy, max_cluster)
+
+
+@pytest.mark.parametrize(("N", "max_cluster"), WIDE)
+def test_softmax_of_wide_rows(emulated, kind, N, max_cluster):
+    x, dy = (Guarded(torch.randn(2, N).mul(3).to(kind[1])) for _ in range(2))
+    check_softmax(emulated, kind, x, dy, max_cluster)
+
+
+def test_softmax_of_the_widest_rows(emulated):
+    """Every size of a cluster, in the dtype whose rows are the longest for their bytes; then two passes."""
+    kind = DTYPES["bf16"]
+    for N, max_cluster in [(100_000, 8), (200_001, 16), (262_144, 8), (300_000, 8)]:
+        x, dy = (Guarded(torch.randn(1, N).to(kind[1])) for _ in range(2))
+        check_softmax(emulated, kind, x, dy, max_cluster)
+
+
+def test_softmax_of_rows_with_gaps(emulated, kind):
+    """Rows with a stride: as far from a multiple of 16 bytes as those of the result, and one value for all rows."""
+    for N, stride in [(16, 24), (13, 29), (1030, 1038), (64, 0)]:
+        rows = torch.randn(1 if stride == 0 else 6, N).mul(3).to(kind[1])
+        x, dy = Guarded(rows, stride=stride or N), Guarded(torch.randn(6, N).to(kind[1]))
+        if stride == 0:
+            x.values = x.values.expand(6, N)
+        check_softmax(emulated, kind, x, dy, 16)
+
+
+@pytest.mark.parametrize("max_cluster", [1, 16])
+def test_softmax_of_special_rows(emulated, kind, max_cluster):
+    """inf, NaN and rows of -inf, narrow, behind a prefix of -inf that fills a warp, and wider than a block."""
+    inf = math.inf
+    ends = torch.tensor(
+        [
+            [0.0, -inf, 1.0, 2.0],
+            [-inf, -inf, -inf, -inf],
+            [inf, 0.0, 1.0, 2.0],
+            [math.nan, 0.0, 1.0, 2.0],
+            [math.nan, math.nan, math.nan, math.nan],
+            [-inf, -inf, -inf, 3.0],
+            [1e4, -1e4, 1e4, 0.0],
+        ]
+    )
+    for prefix in (0, 3, 1500, 20_000, 40_000):
+        for parts in ([torch.full((7, prefix), -inf), ends], [ends, torch.full((7, prefix), -inf)]):
+            x = Guarded(torch.cat(parts, 1).to(kind[1]))
+            dy = Guarded(torch.randn(x.values.shape).to(kind[1]))
+            y, dx = run_softmax(emulated, kind, x, dy, max_cluster)
+            expected = torch.softmax(x.values.double(), 1)
+            assert torch.equal(torch.isnan(y), torch.isnan(expected))
+            finite = ~torch.isnan(expected)
+            assert_close(y[finite], expected[finite])
+            assert torch.equal(torch.isnan(dx).any(1), torch.isnan(expected).any(1))
+            if prefix > 2000 and kind[1] != torch.bfloat16:
+                break
