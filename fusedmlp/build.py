@@ -111,7 +111,7 @@ def _compile(archs: list[int], work: Path, verbose: bool) -> Path:
     from torch.utils import cpp_extension
 
     cpp_extension.CUDA_HOME = str(toolchain.cuda_home())
-    path_before = os.environ.get("PATH")
+    path_before = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = toolchain.search_path()
     try:
         # A "standalone" program that is linked as a shared library: so `load` builds it without loading it.
@@ -132,8 +132,7 @@ def _compile(archs: list[int], work: Path, verbose: bool) -> Path:
     except (RuntimeError, ImportError) as error:
         raise RuntimeError(f"the CUDA kernels cannot be built: {_summary(str(error))}") from error
     finally:
-        if path_before is not None:
-            os.environ["PATH"] = path_before
+        os.environ["PATH"] = path_before
 
 
 def gencode_flags(archs: Iterable[int]) -> list[str]:

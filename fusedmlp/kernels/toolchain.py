@@ -14,6 +14,7 @@ import torch
 # Besides nvcc's own, PyTorch's headers include these; a toolkit without them and pip's packages complete each other.
 _HEADERS = ("cuda_runtime.h", "cublasLt.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h")
 _LIBRARIES = ("cudart", "cublasLt")
+_USUAL_HOME = Path("/usr/local/cuda")
 
 
 def missing() -> str | None:
@@ -80,7 +81,7 @@ def find_nvcc() -> Path | None:
     else:
         on_path = shutil.which("nvcc")
         candidates = [Path(on_path)] if on_path else []
-        candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+        candidates.append(_USUAL_HOME / "bin" / "nvcc")
         candidates += [folder / "bin" / "nvcc" for folder in _pip_folders()]
     return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
