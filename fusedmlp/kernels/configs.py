@@ -1,6 +1,6 @@
 """Tile configurations of the GEMM kernels: which exist, and which one a problem gets.
 
-By default the choice is a rule: the largest tile that still gives every multiprocessor one, among those that fit the
+By default the choice is a rule: the largest tile that still keeps most multiprocessors busy, among those that fit the
 card's shared memory. It depends on the problem and the card alone, so nothing is measured, the first call waits for one
 compilation, and all ranks agree. FUSEDMLP_TUNE=1 measures the candidates on a problem's first call (about a second) and
 keeps the winner in a file for later processes; FUSEDMLP_TUNE=0 ignores that file. A process of a distributed job only
@@ -11,7 +11,8 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -41,9 +42,10 @@ class GemmConfig:
         operands = self.num_stages * (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K
         result = self.BLOCK_M * self.BLOCK_N
         if self.kernel == "hopper":
-            return itemsize * (operands + 2 * result) + 3072
-        staged = (2 if backward else 1) * result if use_tma else 0
-        return itemsize * (operands + staged) + 2048
+            return itemsize * (operands + 2 * result) + (4608 if backward else 512)
+        # Each matrix of the result's shape takes a tile; fp32 ones one more to change the layout of the products.
+        tiles = 1 + backward + (backward and itemsize == 4) if use_tma else 0
+        return itemsize * (operands + tiles * result) + 2048
 
 
 @dataclass(frozen=True)
@@ -69,23 +71,30 @@ class Problem:
     device: int
 
 
-# Largest tiles first.
-_HOPPER = [GemmConfig("hopper", 128, 128, 64, 8, 5, 4)]
-_PLAIN_16_BIT = [
-    GemmConfig("plain", 128, 256, 64, 8, 3, 8),
-    GemmConfig("plain", 128, 128, 64, 8, 3, 8),
-    GemmConfig("plain", 64, 128, 64, 8, 4, 4),
-    GemmConfig("plain", 64, 64, 64, 8, 4, 4),
-]
-_PLAIN_TF32 = [
-    GemmConfig("plain", 128, 128, 32, 8, 3, 8),
-    GemmConfig("plain", 64, 64, 32, 8, 4, 4),
-]
-# Products of full fp32 run on the ordinary cores, from registers.
-_PLAIN_FP32 = [
-    GemmConfig("plain", 128, 64, 16, 8, 3, 8),
-    GemmConfig("plain", 64, 64, 16, 8, 3, 4),
-]
+# Largest tiles first. The backward epilogue holds more values than the forward one, so its tiles are smaller.
+_FORWARD = {
+    "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 5, 4)],
+    # Other cards have not the registers or the shared memory for it.
+    "16 bit, sm_90": [GemmConfig("plain", 128, 256, 64, 8, 3, 8)],
+    "16 bit": [
+        GemmConfig("plain", 128, 128, 64, 8, 3, 8),
+        GemmConfig("plain", 64, 128, 64, 8, 4, 4),
+        GemmConfig("plain", 64, 64, 64, 8, 4, 4),
+    ],
+    "tf32": [GemmConfig("plain", 128, 128, 32, 8, 3, 8), GemmConfig("plain", 64, 64, 32, 8, 4, 4)],
+    # Products in full fp32 run on the ordinary cores, from registers.
+    "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
+}
+_BACKWARD = {
+    "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 4, 4)],
+    "16 bit, sm_90": [],
+    "16 bit": [GemmConfig("plain", 64, 128, 64, 8, 4, 8), GemmConfig("plain", 64, 64, 64, 8, 4, 4)],
+    "tf32": [GemmConfig("plain", 64, 128, 32, 8, 3, 8), GemmConfig("plain", 64, 64, 32, 8, 4, 4)],
+    "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
+}
+# What `using` asks for.
+forced: GemmConfig | None = None
+
 _INTERPRETER = GemmConfig("plain", 64, 64, 32, 8, 1, 4)
 
 
@@ -110,31 +119,35 @@ def candidates(problem: Problem) -> list[GemmConfig]:
     if problem.device < 0:
         return [_INTERPRETER]
     capability, _, shared, _ = _card(problem.device)
+    known = _BACKWARD if problem.backward else _FORWARD
     if problem.dtype == torch.float32:
-        configs = _PLAIN_TF32 if problem.precision == "tf32" else _PLAIN_FP32
+        configs = known[problem.precision]
     else:
-        hopper = capability == (9, 0) and problem.use_tma and TRITON in HOPPER_TRITON
-        configs = (_HOPPER if hopper else []) + _PLAIN_16_BIT
+        hopper = capability == (9, 0) and problem.use_tma
+        gluon = known["hopper"] if hopper and TRITON in HOPPER_TRITON else []
+        configs = gluon + (known["16 bit, sm_90"] if hopper else []) + known["16 bit"]
     itemsize = problem.dtype.itemsize
     return [c for c in configs if c.shared_bytes(itemsize, problem.use_tma, problem.backward) <= shared]
 
 
 def by_rule(problem: Problem) -> GemmConfig:
-    """The largest tile that gives every multiprocessor one, else the smallest."""
+    """The largest tile that keeps three quarters of the multiprocessors busy, else the smallest."""
     configs = candidates(problem)
     for config in configs:
         tiles = triton.cdiv(problem.M, config.BLOCK_M) * triton.cdiv(problem.N, config.BLOCK_N)
-        if tiles >= multiprocessors(problem.device):
+        if 4 * tiles >= 3 * multiprocessors(problem.device):
             return config
     return configs[-1]
 
 
-def choose(problem: Problem, run: Callable[[GemmConfig], None]) -> GemmConfig:
+def choose(problem: Problem, run: Callable[[GemmConfig], Callable[[], None]]) -> GemmConfig:
     """The configuration for a problem.
 
     Args:
-        run: launches the kernel with a configuration; called only when there is something to measure.
+        run: gives a function that launches the kernel with a configuration; called only where something is measured.
     """
+    if forced is not None:
+        return forced
     tune = os.environ.get("FUSEDMLP_TUNE")
     if problem.device < 0 or tune == "0":
         return by_rule(problem)
@@ -144,9 +157,20 @@ def choose(problem: Problem, run: Callable[[GemmConfig], None]) -> GemmConfig:
         return known
     if tune != "1" or torch.cuda.is_current_stream_capturing() or _is_distributed():
         return by_rule(problem)
-    fastest = min(candidates(problem), key=lambda config: _time(lambda: run(config)))
+    fastest = min(candidates(problem), key=lambda config: _time(run(config)))
     _remember(key, fastest)
     return fastest
+
+
+@contextmanager
+def using(config: GemmConfig) -> Iterator[None]:
+    """Within this context every GEMM runs with `config`: for measurements and tests."""
+    global forced
+    before, forced = forced, config
+    try:
+        yield
+    finally:
+        forced = before
 
 
 def _is_distributed() -> bool:

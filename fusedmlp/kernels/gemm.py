@@ -77,7 +77,7 @@ def _product(
 
 @triton.jit
 def _linear_gelu_fwd_kernel(
-    x, weight, bias_ptr, act, preact, stride_x, stride_w, M, N, K, num_programs,
+    x, weight, act, preact, bias_ptr, stride_x, stride_w, M, N, K, num_programs,
     APPROXIMATE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr, PRECISION: tl.constexpr,
     B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,

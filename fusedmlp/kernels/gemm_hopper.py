@@ -1,8 +1,11 @@
-"""Ping-pong GEMM for Hopper (sm_90) in Gluon: its epilogue hides behind the next tile's products.
+"""GEMM for Hopper (sm_90) in Gluon, whose epilogue hides behind the next tile's products: ping-pong.
 
-A program runs three groups of warps. A producer keeps a ring of operand tiles filled by TMA. Two consumers take
-output tiles in turn: while one multiplies, the other applies GELU to the tile it has just finished and stores it. A
-pair of barriers, `turn`, passes the tensor cores from one consumer to the other.
+A program runs three groups of warps. A producer keeps a ring of operand tiles filled by TMA. Two consumers take output
+tiles in turn: while one multiplies, the other applies GELU to the tile it has just finished and stores it. A pair of
+barriers, `turn`, passes the tensor cores from one consumer to the other.
+
+What bounds it is shared memory, 128 bytes a cycle for filling the ring, feeding the tensor cores and passing results
+through: tiles of 128 x 128 ask for 177 of them at full speed, so the tensor cores are busy at most 72 % of the time.
 
 Gluon changes between Triton releases, so all of it stands in this file: it compiles with Triton 3.6 and 3.8, and the
 launcher uses it with those of `configs.HOPPER_TRITON`, with which it ran on an H200.
@@ -33,7 +36,6 @@ from fusedmlp.kernels.gemm import tile_position
 
 # Registers of a thread at launch. The three groups then share them out anew: 240 for a consumer, 24 for the producer.
 MAXNREG = 168
-
 
 # Its name before Triton 3.7.
 _thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -68,12 +70,11 @@ def _exp2(x):
 
 @gluon.jit
 def _density_and_tail(x):
-    """Normal density at x and distribution function at -|x|: Abramowitz and Stegun 7.1.26, absolute error 8e-8."""
-    t = _reciprocal(1.0 + 0.23164190168 * gl.abs(x))
+    """Normal density at x and distribution function at -|x|: Abramowitz and Stegun 26.2.17, absolute error 8e-8."""
+    t = _reciprocal(1.0 + 0.2316419 * gl.abs(x))
     density = _exp2(x * x * -0.7213475204444817) * 0.3989422804014327
-    return density, density * t * (
-        0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429)))
-    )
+    poly = 0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429)))
+    return density, density * (t * poly)
 
 
 @gluon.jit
@@ -103,7 +104,7 @@ def _gelu_and_grad(x, APPROXIMATE: gl.constexpr):
 
 @gluon.jit
 def _producer(ring, a_desc, b_desc, M, N, K, num_programs, B_IS_NK: gl.constexpr, GROUP_M: gl.constexpr):
-    """Fill the ring with the operands of every tile of this program, in the order in which the consumers take them."""
+    """Fill the ring with the operands of every tile of this program."""
     a_smem, b_smem, filled, emptied = ring
     STAGES: gl.constexpr = a_smem.shape[0]
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
@@ -127,6 +128,12 @@ def _producer(ring, a_desc, b_desc, M, N, K, num_programs, B_IS_NK: gl.constexpr
             last = slot == STAGES - 1
             slot = gl.where(last, 0, slot + 1)
             phase = gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _within(offs_n, N):
+    """offs_n < N, where N is a multiple of 8 and eight neighbours agree."""
+    return offs_n // 8 < N // 8
 
 
 @gluon.jit
@@ -175,14 +182,6 @@ def _column_halves(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _row_halves(x):
-    """Upper and lower half of the rows of x, in the layout of x: registers are renamed, nothing moves."""
-    layout: gl.constexpr = x.type.layout
-    upper, lower = x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute([1, 2, 0]).split()
-    return gl.convert_layout(upper, layout, assert_trivial=True), gl.convert_layout(lower, layout, assert_trivial=True)
-
-
-@gluon.jit
 def _send(desc, pid_m, pid_n, smem):
     """Start writing `smem` to tile (pid_m, pid_n) of `desc`."""
     fence_async_shared()
@@ -223,7 +222,7 @@ def _fwd_consumer(
         acc = _product(acc, ring, turn, step, num_k, i, ME, B_IS_NK)
         if HAS_BIAS:
             offs_n = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-            bias = gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
+            bias = gl.load(bias_ptr + offs_n, mask=_within(offs_n, N), other=0.0).to(gl.float32)
         acc = _finish(acc, ring, step + num_k)
         if HAS_BIAS:
             acc = acc + gl.expand_dims(bias, 0)
@@ -245,39 +244,59 @@ def _fwd_consumer(
 
 
 @gluon.jit
-def _dgelu_quarter(acc, smem, APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr):
-    """dpreact from products and from the preact in `smem`, which then holds act if asked for, else dpreact."""
-    preact = smem.load(acc.type.layout).to(gl.float32)
-    act, grad = _gelu_and_grad(preact, APPROXIMATE)
-    dpreact = acc * grad
-    if STORE_ACT:
-        smem.store(act.to(smem.dtype))
-    else:
-        smem.store(dpreact.to(smem.dtype))
+def _row_halves(x):
+    """Upper and lower half of the rows of x, in the layout of x: registers are renamed, nothing moves."""
+    layout: gl.constexpr = x.type.layout
+    upper, lower = x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute([1, 2, 0]).split()
+    return gl.convert_layout(upper, layout, assert_trivial=True), gl.convert_layout(lower, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _dgelu(product, smem, APPROXIMATE: gl.constexpr, PUT_ACT: gl.constexpr):
+    """Put act or dpreact where the preact was, in `smem`; returns dpreact."""
+    act, grad = _gelu_and_grad(smem.load(product.type.layout).to(gl.float32), APPROXIMATE)
+    dpreact = (product * grad).to(smem.dtype)
+    smem.store(act.to(smem.dtype) if PUT_ACT else dpreact)
     return dpreact
 
 
 @gluon.jit
-def _dgelu_half(
-    acc, smem, sums_ptr, first_m, first_n, M, N,
-    APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr, SUM_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Both quarters of one column half of a tile, and its column sums.
+def _dgelu_put_act(product, smem, APPROXIMATE: gl.constexpr):
+    """Put act where the preact was, in two steps, which take fewer registers; returns the halves of dpreact."""
+    ROWS: gl.constexpr = smem.shape[0] // 2
+    upper, lower = _row_halves(product)
+    upper = _dgelu(upper, smem.slice(0, ROWS, dim=0), APPROXIMATE, True)
+    return upper, _dgelu(lower, smem.slice(ROWS, ROWS, dim=0), APPROXIMATE, True)
 
-    Quarter by quarter, because a whole tile's products and preacts in fp32 take more registers than a thread has.
+
+@gluon.jit
+def _store_rows(smem, upper, lower):
+    ROWS: gl.constexpr = smem.shape[0] // 2
+    smem.slice(0, ROWS, dim=0).store(upper)
+    smem.slice(ROWS, ROWS, dim=0).store(lower)
+
+
+@gluon.jit
+def _column_sums(smem, sums_ptr, first_m, first_n, M, N):
+    """Write the sums of the columns of a tile in `smem`.
+
+    It is read again, in a layout where a thread holds many rows of few columns: summing the products' own layout takes
+    three times the instructions, for shuffles between threads.
     """
-    ROWS: gl.constexpr = acc.shape[0] // 2
-    layout: gl.constexpr = acc.type.layout
-    upper, lower = _row_halves(acc)
-    upper = _dgelu_quarter(upper, smem.slice(0, ROWS, dim=0), APPROXIMATE, STORE_ACT)
-    lower = _dgelu_quarter(lower, smem.slice(ROWS, ROWS, dim=0), APPROXIMATE, STORE_ACT)
-    if SUM_ROWS:
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    PASS: gl.constexpr = 4 * (256 // COLUMNS)
+    STRIP: gl.constexpr = 2 * PASS
+    sums = gl.zeros((PASS, COLUMNS), gl.float32, layout)
+    offs_m = gl.expand_dims(first_m + gl.arange(0, STRIP, gl.SliceLayout(1, layout)), 1)
+    for r in gl.static_range(0, ROWS, STRIP):
+        strip = smem.slice(r, STRIP, dim=0).load(layout).to(gl.float32)
         # A row beyond M is zero times b, which is NaN where b is not finite.
-        offs_m = gl.expand_dims(first_m + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-        sums = gl.sum(gl.where(offs_m < M, upper, 0.0) + gl.where(offs_m + ROWS < M, lower, 0.0), axis=0)
-        offs_n = first_n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-        gl.store(sums_ptr + offs_n, sums, mask=offs_n < N)
-    return upper.to(smem.dtype), lower.to(smem.dtype)
+        strip = gl.where(offs_m + r < M, strip, 0.0).reshape([STRIP // PASS, PASS, COLUMNS])
+        sums += gl.convert_layout(gl.sum(strip, axis=0), layout, assert_trivial=True)
+    offs_n = first_n + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    gl.store(sums_ptr + offs_n, gl.sum(sums, axis=0), mask=_within(offs_n, N))
 
 
 @gluon.jit
@@ -289,7 +308,6 @@ def _bwd_consumer(
     """Every second tile of this program: products, then GELU's derivative; writes dpreact, act, column sums."""
     BLOCK_M: gl.constexpr = preact_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = preact_desc.block_type.shape[1]
-    HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_N, 16])
@@ -313,18 +331,20 @@ def _bwd_consumer(
         acc = _product(acc, ring, turn, step, num_k, i, ME, B_IS_NK)
         acc = _finish(acc, ring, step + num_k)
         mbarrier.wait(bar, i & 1)
-        sums_ptr = partial_ptr + pid_m.to(gl.int64) * N
         left, right = _column_halves(acc, half)
-        left0, left1 = _dgelu_half(left, left_smem, sums_ptr, m, n, M, N, APPROXIMATE, STORE_ACT, SUM_ROWS)
-        right0, right1 = _dgelu_half(right, right_smem, sums_ptr, m, n + HALF_N, M, N, APPROXIMATE, STORE_ACT, SUM_ROWS)
         if STORE_ACT:
+            left_rows = _dgelu_put_act(left, left_smem, APPROXIMATE)
+            right_rows = _dgelu_put_act(right, right_smem, APPROXIMATE)
             _send(act_desc, pid_m, pid_n, smem)
             _await_sent()
-            left_smem.slice(0, HALF_M, dim=0).store(left0)
-            left_smem.slice(HALF_M, HALF_M, dim=0).store(left1)
-            right_smem.slice(0, HALF_M, dim=0).store(right0)
-            right_smem.slice(HALF_M, HALF_M, dim=0).store(right1)
+            _store_rows(left_smem, left_rows[0], left_rows[1])
+            _store_rows(right_smem, right_rows[0], right_rows[1])
+        else:
+            _dgelu(left, left_smem, APPROXIMATE, False)
+            _dgelu(right, right_smem, APPROXIMATE, False)
         _send(dpreact_desc, pid_m, pid_n, smem)
+        if SUM_ROWS:
+            _column_sums(smem, partial_ptr + pid_m.to(gl.int64) * N, m, n, M, N)
         step += 2 * num_k
         i += 1
     tma.store_wait(0)
@@ -332,6 +352,7 @@ def _bwd_consumer(
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr):
+    """Barriers that wait for one arrival each."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=1)

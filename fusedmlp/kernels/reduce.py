@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels.gelu import gelu_grad
+from fusedmlp.kernels.gemm_launch import Launch, remember
 from fusedmlp.kernels.launch import on_device_of
 
 _BLOCK_M = 16
@@ -54,6 +55,10 @@ def _column_sum_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_
     tl.store(out_ptr + offs_n, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
+# What a call depends on -> its launch.
+_prepared: dict[tuple, Launch] = {}
+
+
 def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:
     """dpreact = dy * gelu'(preact) and, if needed, dbias = its sum over rows.
 
@@ -63,18 +68,20 @@ def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) 
     """
     M, N = preact.shape
     dpreact = torch.empty_like(preact)
-    if preact.numel() == 0:
+    if M == 0 or N == 0:
         return dpreact, preact.new_zeros(N if need_dbias else 0)
     num_n = triton.cdiv(N, _BLOCK_N)
     # Long strips for less partial sums, short ones where long ones would leave most of a GPU idle.
     strip = 128 if triton.cdiv(M, 128) * num_n >= 512 else 32
     strips = triton.cdiv(M, strip)
     partial = preact.new_empty((strips, N), dtype=torch.float32) if need_dbias else preact
+    key = (M, N, dy.stride(), dy.data_ptr() % 16, preact.dtype, preact.device, approximate, need_dbias)
+    launch = _prepared.get(key)
+    if launch is None:
+        constants = (approximate, need_dbias, strip, _BLOCK_M, _BLOCK_N)
+        launch = _remember(key, _dgelu_dbias_kernel, 4, strips * num_n, (*dy.stride(), M, N), constants)
     with on_device_of(preact):
-        _dgelu_dbias_kernel[(strips * num_n,)](
-            dy, preact, dpreact, partial, dy.stride(0), dy.stride(1), M, N,
-            APPROXIMATE=approximate, SUM_ROWS=need_dbias, STRIP=strip, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
-        )  # fmt: skip
+        launch(dy, preact, dpreact, partial)
     return dpreact, column_sum(partial, preact.dtype) if need_dbias else preact.new_empty(0)
 
 
@@ -82,6 +89,15 @@ def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the rows of `partial` (P, N), fp32 and contiguous, from first to last, rounded to `dtype`."""
     P, N = partial.shape
     out = partial.new_empty(N, dtype=dtype)
+    key = (P, N, dtype, partial.device)
+    launch = _prepared.get(key)
+    if launch is None:
+        launch = _remember(key, _column_sum_kernel, 2, triton.cdiv(N, 32), (P, N), (32, 32))
     with on_device_of(partial):
-        _column_sum_kernel[(triton.cdiv(N, 32),)](partial, out, P, N, BLOCK_P=32, BLOCK_N=32)
+        launch(partial, out)
     return out
+
+
+def _remember(key: tuple, kernel, tensors: int, programs: int, integers: tuple, constants: tuple) -> Launch:
+    arguments = tuple((place, None) for place in range(tensors))
+    return remember(_prepared, key, Launch(kernel, arguments, None, programs, integers, constants, {}))

@@ -1,0 +1,404 @@
+"""Linear+GELU and the MLP side by side: manual, native, compiled, triton, and the plain GEMMs that bound them.
+
+    python scripts/bench_gemm.py --out profiles/runs/gemm              # correctness, then all tables
+    python scripts/bench_gemm.py --only linear --k 768 --try pair:256x64x8x3   # tuning: other orders and stages
+
+Every number stands behind a correctness gate in the same process: kernels against float64 products of the same inputs,
+odd sizes, other dtypes and all epilogues included. Times of one row alternate in one run; what counts is their ratio.
+Writes gemm.json and gemm.md to --out and prints the tables.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.testing import do_bench
+
+from fusedmlp import functional, impls
+from fusedmlp.impls import triton as impl_triton
+from fusedmlp.kernels import configs, linear_gelu
+from fusedmlp.kernels.reduce import dgelu_dbias
+from fusedmlp.profiling import timing
+
+# M, K, N of ANCHORS' Linear+GELU table; width and rows of its MLP table (hidden is 4 times the width).
+LINEAR = [(1024, 2048, 2048), (16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (16384, 4096, 16384)]
+MLP_WIDTHS, MLP_ROWS = (768, 1024, 2048, 4096), 16384
+# Aligned and ragged tiles, one tile, odd sizes that no descriptor takes, few rows, long sums.
+GATE = [(512, 256, 384), (1000, 448, 1192), (128, 64, 128), (333, 77, 129), (3, 1024, 512), (257, 4096, 264)]
+DIRECTIONS = ("forward", "backward")
+# Names the part of the correctness gate that a child process runs.
+GATE_SLICE = "FUSEDMLP_GATE_SLICE"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("profiles/runs/gemm"))
+    parser.add_argument("--only", default="gate,linear,mlp,host", help="parts to run, separated by commas")
+    parser.add_argument("--gate", default="bfloat16,float16,float32", help="dtypes of the correctness gate")
+    parser.add_argument("--k", type=int, nargs="*", help="in_features to keep; all by default")
+    parser.add_argument("--approximate", default="tanh,none")
+    parser.add_argument(
+        "--try", dest="tries", default="", help="Hopper kernels to time too: GROUP_MxBLOCK_KxSTAGES,..."
+    )
+    parser.add_argument("--no-compiled", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--settle", type=int, default=60, help="ms of running a candidate before it is measured")
+    parser.add_argument("--rep", type=int, default=30, help="ms of measuring per candidate and round")
+    return parser.parse_args()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected|, infinite for NaN."""
+    error = (got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+def gelu_grad(x: Tensor, approximate: str) -> Tensor:
+    return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
+
+
+# --- correctness ------------------------------------------------------------------------------------------------------
+
+
+def gate(slices: list[tuple[str, str, str]]) -> list[dict]:
+    """Every kernel in every configuration against float64 at small sizes; raises on the first that is wrong."""
+    limits = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 2e-6}
+    worst: dict[tuple, float] = {}
+    for dtype, approximate, direction in slices:
+        results = forward_results if direction == "forward" else backward_results
+        for M, K, N in GATE:
+            for config, name, got, expected in results(M, K, N, getattr(torch, dtype), approximate):
+                error = relative_error(got, expected)
+                key = (dtype, approximate, config.kernel, name)
+                worst[key] = max(worst.get(key, 0.0), error)
+                if error > limits[dtype]:
+                    raise SystemExit(f"wrong: {key} at M={M} K={K} N={N} with {config}: relative error {error:.2e}")
+    return [{"dtype": d, "gelu": a, "kernel": k, "result": n, "worst error": e} for (d, a, k, n), e in worst.items()]
+
+
+def in_every_configuration(call: Callable[[], tuple[Tensor, ...]]):
+    """(configuration, results) of a launcher's call, for each configuration that its problem has."""
+    problems: list[configs.Problem] = []
+    chosen, linear_gelu._prepared = configs.choose, {}
+    try:
+        configs.choose = lambda problem, run: problems.append(problem) or configs.by_rule(problem)
+        call()
+    finally:
+        configs.choose = chosen
+    for config in configs.candidates(problems[0]):
+        with configs.using(config):
+            yield config, call()
+
+
+def forward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str):
+    """(configuration, name, computed, expected) of every result of the forward kernels."""
+    x, weight, bias = normal(M, K, dtype=dtype), normal(N, K, dtype=dtype, scale=K**-0.5), normal(N, dtype=dtype)
+    preact = F.linear(x.double(), weight.double(), bias.double())
+    act = F.gelu(preact, approximate=approximate)
+    forward = linear_gelu.linear_gelu_fwd
+    for config, (got, _) in in_every_configuration(lambda: forward(x, weight, bias, approximate, False)):
+        yield config, "act", got, act
+    for config, (got, stored) in in_every_configuration(lambda: forward(x, weight, bias, approximate, True)):
+        yield config, "act beside preact", got, act
+        yield config, "preact", stored, preact
+    weight = weight.t().contiguous().t()
+    act = F.gelu(F.linear(x.double(), weight.double()), approximate=approximate)
+    for config, (got, _) in in_every_configuration(lambda: forward(x, weight, None, approximate, False)):
+        yield config, "act, weight transposed, no bias", got, act
+
+
+def backward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str):
+    """(configuration, name, computed, expected) of every result of the backward kernels."""
+    dy, weight, preact = normal(M, K, dtype=dtype), normal(K, N, dtype=dtype, scale=K**-0.5), normal(M, N, dtype=dtype)
+    expected = (dy.double() @ weight.double()) * gelu_grad(preact.double(), approximate)
+    act = F.gelu(preact.double(), approximate=approximate)
+    for store_act, need_dbias in ((False, False), (False, True), (True, True)):
+        call = linear_gelu.dgelu_gemm
+        for config, (dpreact, again, dbias) in in_every_configuration(
+            lambda: call(dy, weight, preact, approximate, store_act, need_dbias)  # noqa: B023
+        ):
+            yield config, "dpreact", dpreact, expected
+            if store_act:
+                yield config, "act again", again, act
+            if need_dbias:
+                yield config, "dbias", *against_terms(dbias, expected)
+    if dtype != torch.float32:
+        (dpreact, dbias), expected = (
+            dgelu_dbias(dy, dy, approximate, True),
+            dy.double() * gelu_grad(dy.double(), approximate),
+        )
+        yield config, "pointwise dpreact", dpreact, expected
+        yield config, "pointwise dbias", *against_terms(dbias, expected)
+
+
+def against_terms(dbias: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
+    """Computed and expected column sums, shifted so that an error counts against the terms, which cancel in the sum."""
+    return dbias.double() + terms.norm(dim=0), terms.sum(0) + terms.norm(dim=0)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def linear_tables(args: argparse.Namespace, approximate: str) -> dict[str, list[dict]]:
+    """Forward with and without preact, and the backward GEMM with dGELU, against GEMM alone, native and compiled."""
+    tables: dict[str, list[dict]] = {"forward": [], "backward": []}
+    for M, K, N in LINEAR:
+        if args.k and K not in args.k:
+            continue
+        x, weight, bias = normal(M, K), normal(N, K, scale=K**-0.5), normal(N)
+        dy, weight2, preact = normal(M, K), normal(K, N, scale=K**-0.5), normal(M, N)
+        forward = linear_candidates(args, x, weight, bias, approximate)
+        backward = dgelu_candidates(args, dy, weight2, preact, approximate)
+        for direction, candidates in (("forward", forward), ("backward", backward)):
+            times = time_in_turns(candidates, args)
+            row: dict = {"M, K, N": f"{M}, {K}, {N}"} | {name: t.p50 for name, t in times.items()}
+            row |= {f"{name} / GEMM": t.p50 / times["GEMM"].p50 for name, t in times.items() if "triton" in name}
+            tables[direction].append(row)
+            print(
+                approximate,
+                direction,
+                {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()},
+                flush=True,
+            )
+    return tables
+
+
+def time_in_turns(candidates: dict[str, Callable], args: argparse.Namespace) -> dict[str, timing.Timing]:
+    """Each candidate in every round, in random order, after a while of running it alone.
+
+    A GPU at its power limit takes some tens of ms to settle on a clock, so without that while a candidate would be
+    measured at the clock of the one before it.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(args.rounds):
+        for name in random.sample(list(candidates), len(candidates)):
+            times[name] += do_bench(candidates[name], warmup=args.settle, rep=args.rep, return_mode="all")
+    return {name: timing.Timing.of(values) for name, values in times.items()}
+
+
+def linear_candidates(args, x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> dict[str, Callable]:
+    def native():
+        return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+    candidates = {"GEMM": lambda: F.linear(x, weight), "native": native}
+    if approximate == "tanh":  # the only one it has
+        candidates["cuBLASLt act"] = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    if not args.no_compiled:
+        compiled = impls.load("compiled").linear_gelu
+        candidates["compiled"] = lambda: compiled(x, weight, bias, approximate)
+    candidates["triton act"] = lambda: linear_gelu.linear_gelu_fwd(x, weight, bias, approximate, False)
+    candidates["triton preact+act"] = lambda: linear_gelu.linear_gelu_fwd(x, weight, bias, approximate, True)
+    for name, override in overrides(args, backward=False):
+        candidates[f"triton preact+act {name}"] = override(
+            lambda: linear_gelu.linear_gelu_fwd(x, weight, bias, approximate, True)
+        )
+    return candidates
+
+
+def dgelu_candidates(args, dy: Tensor, weight: Tensor, preact: Tensor, approximate: str) -> dict[str, Callable]:
+    def native():
+        return torch.ops.aten.gelu_backward(dy @ weight, preact, approximate=approximate)
+
+    def fused(store_act: bool, need_dbias: bool):
+        return lambda: linear_gelu.dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias)
+
+    candidates = {"GEMM": lambda: dy @ weight, "native": native, "native dbias": lambda: native().sum(0)}
+    candidates |= {"triton": fused(False, False), "triton dbias": fused(False, True)}
+    candidates["triton dbias act"] = fused(True, True)
+    for name, override in overrides(args, backward=True):
+        candidates[f"triton dbias {name}"] = override(fused(False, True))
+    return candidates
+
+
+def overrides(args: argparse.Namespace, backward: bool):
+    """(name, wrapper) for each configuration to try in place of the chosen one."""
+    for name in filter(None, args.tries.split(",")):
+        kernel, _, numbers = name.partition(":")
+        block_n, block_k, group, stages = map(int, numbers.split("x"))
+        config = configs.GemmConfig(kernel, 128, block_n, block_k, group, stages, 4)
+        shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+        if config.shared_bytes(2, True, backward) > shared:
+            continue
+
+        def wrapper(function, config=config):
+            def with_config():
+                with configs.using(config):
+                    return function()
+
+            return with_config
+
+        yield name, wrapper
+
+
+def mlp_table(args: argparse.Namespace, approximate: str) -> list[dict]:
+    """Forward and backward of the MLP, biases included: share of the six GEMMs, memory, error."""
+    rows = []
+    for width in MLP_WIDTHS:
+        if args.k and width not in args.k:
+            continue
+        x, weight1, bias1, weight2, bias2 = mlp_tensors(width)
+        dy = normal(MLP_ROWS, width)
+        candidates = {"six GEMMs": lambda x=x, w1=weight1, w2=weight2, dy=dy: six_gemms(x, w1, w2, dy)}
+        names = [n for n in ("native", "compiled", "manual") if not (n == "compiled" and args.no_compiled)]
+        for name in names:
+            candidates[name] = mlp_step(name, (x, weight1, bias1, weight2, bias2), dy, approximate)
+        for keep in ("preact+act", "preact", "x"):
+            candidates[f"triton {keep}"] = mlp_step(
+                "triton", (x, weight1, bias1, weight2, bias2), dy, approximate, keep
+            )
+        times = time_in_turns(candidates, args)
+        limit, baseline = times["six GEMMs"].p50, times["native"].p50
+        peaks = {name: timing.peak_bytes(candidates[name]) / 2**20 for name in candidates if name != "six GEMMs"}
+        for name, t in times.items():
+            row = {"d": width, "impl": name, "ms": t.p50, "share of GEMMs": limit / t.p50, "x native": baseline / t.p50}
+            row |= {"peak MiB": peaks.get(name), "peak / native": peaks.get(name, 0) / peaks["native"]}
+            if width == MLP_WIDTHS[0] and name != "six GEMMs":
+                row["worst error"] = mlp_error(candidates[name], (x, weight1, bias1, weight2, bias2), dy, approximate)
+            else:
+                row["worst error"] = None
+            rows.append(row)
+            print(approximate, {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+        del candidates
+        torch.cuda.empty_cache()
+    return rows
+
+
+def mlp_tensors(width: int) -> tuple[Tensor, ...]:
+    hidden = 4 * width
+    shapes = ((MLP_ROWS, width), (hidden, width), (hidden,), (width, hidden), (width,))
+    scales = (1.0, width**-0.5, 1.0, hidden**-0.5, 1.0)
+    return tuple(normal(*s, scale=c).requires_grad_() for s, c in zip(shapes, scales, strict=True))
+
+
+def six_gemms(x: Tensor, weight1: Tensor, weight2: Tensor, dy: Tensor) -> None:
+    """The products of forward and backward with nothing between them, on tensors of the right shapes."""
+    with torch.no_grad():
+        act = F.linear(x, weight1)
+        F.linear(act, weight2)
+        dact = dy @ weight2
+        dy.t() @ act
+        dact @ weight1
+        dact.t() @ x
+
+
+def mlp_step(impl: str, tensors: tuple[Tensor, ...], dy: Tensor, approximate: str, keep: str = "") -> Callable:
+    """Forward and backward; gradients are returned, so nothing is accumulated."""
+    op = impls.load(impl).mlp
+
+    def step():
+        if keep:
+            impl_triton.MLP_KEEP = keep
+        return torch.autograd.grad(op(*tensors, approximate), tensors, dy)
+
+    return step
+
+
+def mlp_error(step: Callable, tensors: tuple[Tensor, ...], dy: Tensor, approximate: str) -> float:
+    """Largest relative error of the five gradients against float64, whole matrices."""
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(impls.load("native").mlp(*wide, approximate), wide, dy.double())
+    return max(relative_error(g, e) for g, e in zip(step(), expected, strict=True))
+
+
+def host_table() -> list[dict]:
+    """Host microseconds of a call at a size whose kernels are shorter than their launches, and of each part."""
+    x, weight, bias = normal(64, 64).requires_grad_(), normal(64, 64).requires_grad_(), normal(64).requires_grad_()
+    weight2, dy = normal(64, 64).requires_grad_(), normal(64, 64)
+    rows = []
+    for name in ("native", "triton"):
+        module = impls.load(name)
+        calls: dict[str, Callable] = {
+            "linear_gelu forward": lambda m=module: m.linear_gelu(x, weight, bias, "none"),
+            "linear_gelu forward+backward": lambda m=module: torch.autograd.grad(
+                m.linear_gelu(x, weight, bias, "none"), (x, weight, bias), dy
+            ),
+            "mlp forward+backward": lambda m=module: torch.autograd.grad(
+                m.mlp(x, weight, bias, weight2, bias, "none"), (x, weight, bias, weight2), dy
+            ),
+            "through functional, forward": lambda n=name: functional.linear_gelu(x, weight, bias, impl=n),
+        }
+        for what, call in calls.items():
+            rows.append({"impl": name, "call": what, "host us": host_us(call)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def host_us(call: Callable, repeats: int = 7, calls: int = 200) -> float:
+    """Median over repeats of host time per call, the GPU idle at the start of each repeat."""
+    for _ in range(20):
+        call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    return statistics.median(times)
+
+
+def gate_in_processes(dtypes: list[str], seconds: int = 150) -> list[dict]:
+    """The gate, its parts side by side in processes of their own: a wrong barrier would hang the GPU, not raise."""
+    slices = [f"{d}:{a}:{w}" for d in dtypes for a in ("none", "tanh") for w in DIRECTIONS]
+    environments = [{**os.environ, GATE_SLICE: name} for name in slices]
+    children = [
+        subprocess.Popen([sys.executable, os.path.abspath(__file__)], env=env, stdout=subprocess.PIPE, text=True)
+        for env in environments
+    ]
+    deadline, rows = time.monotonic() + seconds, []
+    for name, child in zip(slices, children, strict=True):
+        try:
+            output, _ = child.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for other in children:
+                other.kill()
+            raise SystemExit(f"{name} did not end within {seconds} s: a barrier may wait for ever") from None
+        if child.returncode != 0:
+            raise SystemExit(f"{name} failed with exit status {child.returncode}")
+        rows += json.loads(output.splitlines()[-1])
+    return rows
+
+
+def main() -> None:
+    args = parse()
+    torch.manual_seed(0)
+    random.seed(0)
+    if GATE_SLICE in os.environ:
+        dtype, approximate, direction = os.environ[GATE_SLICE].split(":")
+        print(json.dumps(gate([(dtype, approximate, direction)])))
+        return
+    parts = args.only.split(",")
+    tables: dict[str, list[dict]] = {}
+    if "gate" in parts:
+        tables["correctness"] = gate_in_processes(args.gate.split(","))
+        for row in tables["correctness"]:
+            print(row)
+    for approximate in args.approximate.split(","):
+        if "linear" in parts:
+            for direction, rows in linear_tables(args, approximate).items():
+                tables[f"Linear + GELU ({approximate}), {direction}, bf16, ms"] = rows
+        if "mlp" in parts:
+            tables[f"MLP ({approximate}), bf16, forward and backward"] = mlp_table(args, approximate)
+    if "host" in parts:
+        tables["host time"] = host_table()
+    timing.write_record(args.out, "gemm", tables, {"copy TB/s": timing.copy_bytes_per_ms() / 1e9})
+    for title, rows in tables.items():
+        print(f"{title}\n{timing.markdown_table(rows)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What the compiler makes of the GEMM kernels, for GPUs that need not be there: spills, tensor cores, shared memory."""
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are plain Python under TRITON_INTERPRET=1", allow_module_level=True)
+
+triton = pytest.importorskip("triton")
+
+from fusedmlp.kernels import configs, gemm, reduce  # noqa: E402
+from fusedmlp.kernels.aot import SHARED_BYTES_PER_BLOCK, KernelReport, compile_kernel  # noqa: E402
+from fusedmlp.kernels.configs import GemmConfig  # noqa: E402
+
+TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}
+SIZES = dict.fromkeys(("M", "N", "K", "num_programs"), "i32")
+# Sizes of real models are multiples of 16, which is what lets accesses be 16 bytes wide.
+MULTIPLES = ("N", "K")
+
+
+def plain_kernel(config: GemmConfig, sm: int, backward: bool, precision: str, approximate: str) -> KernelReport:
+    """The plain kernel with all that its epilogue can do: descriptors where the card has them, else pointers."""
+    use_tma, element = sm >= 90, "fp32" if precision == "tf32" else "bf16"
+    a, result = (config.BLOCK_M, config.BLOCK_K), (config.BLOCK_M, config.BLOCK_N)
+    b = (config.BLOCK_K, config.BLOCK_N) if backward else (config.BLOCK_N, config.BLOCK_K)
+
+    def matrix(block):
+        return f"tensordesc<{element}{list(block)}>" if use_tma else f"*{element}"
+
+    if backward:
+        names, vector, flags = ("preact", "dpreact", "act"), "partial_ptr", {"STORE_ACT": True, "SUM_ROWS": True}
+        kernel, left = gemm._dgelu_kernel, "dy"
+    else:
+        names, vector, flags = ("act", "preact"), "bias_ptr", {"HAS_BIAS": True, "STORE_PREACT": True}
+        kernel, left = gemm._linear_gelu_fwd_kernel, "x"
+    strides = {f"stride_{left}": "i32", "stride_w": "i32"}
+    types = {left: matrix(a), "weight": matrix(b), **{name: matrix(result) for name in names}}
+    types |= {vector: "*fp32" if backward else f"*{element}", **strides, **SIZES}
+    constants = {"APPROXIMATE": approximate, "PRECISION": precision, "B_IS_NK": not backward, "USE_TMA": use_tma}
+    constants |= {name: getattr(config, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")}
+    pointers = [name for name, kind in types.items() if kind.startswith("*")]
+    return compile_kernel(
+        kernel, types, flags | constants, sm, multiples_of_16=[*pointers, *strides, *MULTIPLES],
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def plain_configs(precision: str, sm: int, backward: bool) -> list[GemmConfig]:
+    table = configs._BACKWARD if backward else configs._FORWARD
+    if precision == "tf32":
+        return table["tf32"]
+    return (table["16 bit, sm_90"] if sm == 90 else []) + table["16 bit"]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"], ids=["bf16", "tf32"])
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_plain_kernel(sm, precision, backward):
+    itemsize, use_tma = 4 if precision == "tf32" else 2, sm >= 90
+    for config in plain_configs(precision, sm, backward):
+        report = plain_kernel(config, sm, backward, precision, "none")
+        # One address of 8 bytes may go to the stack; spilled products would take a hundred times as much.
+        assert report.stack_bytes <= 8, f"{config}: registers are spilled, {report.stack_bytes} bytes a thread"
+        assert report.tensor_core[TENSOR_CORES[sm]] > 0, f"{config}: {dict(report.tensor_core)}"
+        estimate = config.shared_bytes(itemsize, use_tma, backward)
+        assert report.shared_bytes <= estimate <= SHARED_BYTES_PER_BLOCK[90 if use_tma else 80], config
+        if use_tma:
+            assert "cp.async.bulk.tensor" in report.ptx, f"{config}: matrices do not go through TMA"
+        else:
+            assert set(report.stores) - {4} == {16}, f"{config}: stores of {dict(report.stores)} bytes"
+
+
+def hopper_kernel(backward: bool, approximate: str, flags: dict, b_is_nk: bool, element: str) -> KernelReport:
+    from triton.experimental.gluon import language as gl
+
+    from fusedmlp.kernels import gemm_hopper
+
+    (config,) = (configs._BACKWARD if backward else configs._FORWARD)["hopper"]
+
+    def matrix(*block):
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if element == "bf16" else gl.float16)
+        return f"tensordesc<{element}{list(block)},{layout!r}>"
+
+    a, result = matrix(config.BLOCK_M, config.BLOCK_K), matrix(config.BLOCK_M, config.BLOCK_N)
+    b = matrix(config.BLOCK_N, config.BLOCK_K) if b_is_nk else matrix(config.BLOCK_K, config.BLOCK_N)
+    if backward:
+        types = {"dy_desc": a, "weight_desc": b, "preact_desc": result, "dpreact_desc": result, "act_desc": result}
+        kernel, types = gemm_hopper._hopper_dgelu_kernel, types | {"partial_ptr": "*fp32"}
+    else:
+        types = {"x_desc": a, "weight_desc": b, "act_desc": result, "preact_desc": result, "bias_ptr": f"*{element}"}
+        kernel = gemm_hopper._hopper_linear_gelu_fwd_kernel
+    constants = {"APPROXIMATE": approximate, **flags, "B_IS_NK": b_is_nk, "GROUP_M": config.GROUP_M}
+    constants["STAGES"] = config.num_stages
+    report = compile_kernel(kernel, types | SIZES, constants, 90, num_warps=4, maxnreg=gemm_hopper.MAXNREG)
+    assert report.shared_bytes <= config.shared_bytes(2, True, backward) <= SHARED_BYTES_PER_BLOCK[90]
+    return report
+
+
+needs_gluon = pytest.mark.skipif(
+    configs.TRITON not in ("3.6", "3.8"),
+    reason=f"gemm_hopper.py is written for Triton 3.6 and 3.8, not {configs.TRITON}",
+)
+
+
+@needs_gluon
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_hopper_forward_kernel(approximate, element):
+    for has_bias, store_preact, b_is_nk in ((True, True, True), (True, False, True), (False, False, False)):
+        flags = {"HAS_BIAS": has_bias, "STORE_PREACT": store_preact}
+        check_hopper(hopper_kernel(False, approximate, flags, b_is_nk, element), limit=0)
+
+
+@needs_gluon
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_hopper_backward_kernel(approximate):
+    for store_act, sum_rows in ((False, False), (False, True), (True, True)):
+        flags = {"STORE_ACT": store_act, "SUM_ROWS": sum_rows}
+        # With act beside dpreact a few addresses go to the stack and back, once a tile.
+        check_hopper(hopper_kernel(True, approximate, flags, False, "bf16"), limit=32 if store_act else 0)
+
+
+def check_hopper(report: KernelReport, limit: int) -> None:
+    assert report.tensor_core["wgmma"] > 0
+    assert "cp.async.bulk.tensor" in report.ptx
+    if configs.TRITON in configs.HOPPER_TRITON:
+        # A version that the launcher does not use the kernel with may allocate registers in another way.
+        assert report.stack_bytes <= limit, f"registers are spilled, {report.stack_bytes} bytes a thread"
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_pointwise_and_reducing_kernels(sm):
+    types = {"dy_ptr": "*bf16", "preact_ptr": "*bf16", "dpreact_ptr": "*bf16", "partial_ptr": "*fp32"}
+    types |= {"stride_dm": "i32", "M": "i32", "N": "i32"}
+    constants = {"stride_dn": 1, "SUM_ROWS": True, "STRIP": 128, "BLOCK_M": reduce._BLOCK_M, "BLOCK_N": reduce._BLOCK_N}
+    multiples = [name for name, kind in types.items() if kind.startswith("*")] + ["stride_dm", "N"]
+    for approximate in ("none", "tanh"):
+        report = compile_kernel(
+            reduce._dgelu_dbias_kernel, types, constants | {"APPROXIMATE": approximate}, sm, multiples_of_16=multiples
+        )
+        assert report.stack_bytes == 0
+        assert set(report.loads) == {16}, dict(report.loads)
+        # dpreact in 16 bytes; the column sums, one row of a strip's, in less.
+        assert report.stores[16] > 0, dict(report.stores)
+    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "P": "i32", "N": "i32"}
+    report = compile_kernel(
+        reduce._column_sum_kernel, types, {"BLOCK_P": 32, "BLOCK_N": 32}, sm, multiples_of_16=["partial_ptr", "N"]
+    )
+    assert report.stack_bytes == 0
+    assert set(report.loads) == {16}, dict(report.loads)
