@@ -1,8 +1,8 @@
 """cuda: C++ and CUDA, forward and backward.
 
-GELU and softmax are hand-written kernels. Linear+GELU and the MLP go through cuBLASLt: for tanh with GELU in its
-epilogues, for erf (which it does not have) with a pointwise kernel that gives the bias gradient on the way. Where there
-are several ways they are timed once for each problem, and the fastest one is kept;
+GELU and softmax are hand-written kernels. Linear+GELU and the MLP go through cuBLASLt: for tanh in 16 bits with GELU in
+its epilogues, for erf (which it does not have) with a pointwise kernel that gives the bias gradient on the way. Where
+there are several ways they are timed once for each problem, up to 128 problems, and the fastest one is kept;
 `torch.use_deterministic_algorithms(True)` switches that off. The kernels are built on first use: see `fusedmlp.build`.
 
 Each call is one operator, `torch.ops.fusedmlp_cuda.*` (`fusedmlp/kernels/cuda_ops.py`), in C++ down to the launches; a

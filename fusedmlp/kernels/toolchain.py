@@ -91,6 +91,11 @@ def cuda_home() -> Path:
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError(_missing_nvcc())
+    return _toolkit_of(nvcc)
+
+
+@functools.cache
+def _toolkit_of(nvcc: Path) -> Path:
     # The nvcc in PATH can be a link or a script that calls the toolkit's: it is asked where it is.
     command = [str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
     top = re.search(r"^#\$ TOP=(.+)$", subprocess.run(command, capture_output=True, text=True).stderr, re.M)

@@ -27,7 +27,7 @@ def library(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     try:
-        return cuda_on_cpu.build(tmp_path_factory.mktemp("emulation"))
+        return cuda_on_cpu.build_library(tmp_path_factory.mktemp("emulation"))
     except RuntimeError as error:
         if "_Float16" in str(error):
             pytest.skip("needs a g++ that has _Float16 (12 or newer)")

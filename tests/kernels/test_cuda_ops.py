@@ -142,7 +142,7 @@ def test_tf32_follows_pytorch(on_gpu, monkeypatch):
     exact = torch.nn.functional.gelu(x.double() @ weight.double().t(), approximate="tanh")
     errors = {}
     for allowed in (False, True):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32" if allowed else "ieee")
         y = functional.linear_gelu(x, weight, None, "tanh", impl="cuda")
         errors[allowed] = ((y - exact).norm() / exact.norm()).item()
     assert errors[False] < 1e-5 < errors[True] < 1e-2

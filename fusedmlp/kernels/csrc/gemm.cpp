@@ -190,10 +190,10 @@ Plans::Key key_of(const Product& p, const LtContext& context) {
           alignment(p.aux)};
 }
 
-Plan find_plan(const Product& p, const Described& described, const LtContext& context) {
+Plan find_plan(const Product& p, const Described& described, const LtContext& context, bool measure) {
   const std::vector<Algorithm> candidates = heuristic(p, described, context);
   if (candidates.empty()) return std::nullopt;
-  if (!context.measure || is_capturing(context.stream)) return candidates.front();
+  if (!measure) return candidates.front();
   const auto choice = fastest(context.stream, candidates.size(), [&](size_t i) {
     return enqueue(p, described, candidates[i], context) == CUBLAS_STATUS_SUCCESS;
   });
@@ -209,9 +209,10 @@ bool run_product(const Product& product, const LtContext& context) {
   const Plans::Key key = key_of(product, context);
   std::optional<Plan> plan = plans.find(key);
   if (!plan) {
-    plan = find_plan(product, described, context);
+    const bool capturing = is_capturing(context.stream);
+    plan = find_plan(product, described, context, context.measure && !capturing && !plans.is_full());
     // What a capture kept from being measured is measured at the next call outside of one.
-    if (!context.measure || !is_capturing(context.stream)) plan = plans.keep(key, *plan);
+    if (!context.measure || !capturing) plan = plans.keep(key, *plan);
   }
   if (!*plan) return false;
   check(enqueue(product, described, **plan, context), "Matmul");

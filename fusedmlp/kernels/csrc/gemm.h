@@ -58,8 +58,14 @@ inline bool has_aux(Epilogue epilogue) {
          epilogue == Epilogue::kDGeluSums;
 }
 
-// Whether cuBLASLt's fast kernels and its epilogues can take these sizes and addresses.
+inline bool has_gelu(Epilogue epilogue) {
+  return has_aux(epilogue) || epilogue == Epilogue::kGelu || epilogue == Epilogue::kGeluBias;
+}
+
+// Whether cuBLASLt's fast kernels and its epilogues can take these sizes and addresses. How exact its GELU is, is not
+// documented: it is left to results of 16 bits.
 inline bool fits(const Product& p) {
+  if (has_gelu(p.epilogue) && p.dtype == Dtype::kFloat32) return false;
   const auto whole = [&](int64_t elements) { return elements * size_of(p.dtype) % 16 == 0; };
   const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
   // An auxiliary matrix needs rows of a multiple of 8 elements, whatever the dtype.

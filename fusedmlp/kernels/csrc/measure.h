@@ -21,6 +21,10 @@ std::optional<size_t> fastest(cudaStream_t stream, size_t count, const std::func
 // Whether `stream` is being captured into a CUDA graph: then nothing may be timed.
 bool is_capturing(cudaStream_t stream);
 
+// Measuring stops after so many problems, each of which takes up to a tenth of a second: where sizes change from call to
+// call, it would never end.
+constexpr size_t kMostMeasured = 128;
+
 // Answers by problem, shared by all threads. The first answer stays, so that the same inputs give the same bits.
 template <typename Answer, size_t kKeySize>
 class Answers {
@@ -31,6 +35,11 @@ class Answers {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = answers_.find(key);
     return found == answers_.end() ? std::nullopt : std::optional<Answer>(found->second);
+  }
+
+  bool is_full() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return answers_.size() >= kMostMeasured;
   }
 
   Answer keep(const Key& key, const Answer& answer) {

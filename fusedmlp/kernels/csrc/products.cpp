@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContextLight.h>
@@ -32,6 +33,20 @@ Operand operand_of(const at::Tensor& x) {
   return {copy, {copy.data_ptr(), columns, false}};
 }
 
+// Whether a getter of PyTorch's context says TF32 for cuBLAS products. It takes and gives enumerators, strings in
+// PyTorch 2.9; `allowTF32CuBLAS` gives a warning in some versions, and an error where the newer setting was used.
+template <typename Result, typename Backend, typename Op>
+bool says_tf32(Result (at::Context::*get)(Backend, Op) const) {
+  const at::Context& context = at::globalContext();
+  if constexpr (std::is_enum_v<Result>) {
+    return (context.*get)(Backend::CUDA, Op::MATMUL) == Result::TF32;
+  } else {
+    return (context.*get)("cuda", "matmul") == "tf32";
+  }
+}
+
+bool allows_tf32(Dtype dtype) { return dtype == Dtype::kFloat32 && says_tf32(&at::Context::float32Precision); }
+
 // Times nothing where the user has asked PyTorch for the same algorithms in every run.
 bool may_measure() { return !at::globalContext().deterministicAlgorithms(); }
 
@@ -47,7 +62,6 @@ bool product(const Call& call, Epilogue epilogue, const at::Tensor& a, const at:
   const int64_t M = a.size(0), K = a.size(1), N = b.size(1);
   if (M == 0 || K == 0 || N == 0) return false;
   const Operand left = operand_of(a), right = operand_of(b);
-  const bool tf32 = dtype == Dtype::kFloat32 && at::globalContext().allowTF32CuBLAS();
   at::Tensor workspace;
   const auto allocate = [&](size_t bytes) {
     workspace = at::empty({static_cast<int64_t>(bytes)}, d.options().dtype(at::kByte));
@@ -55,7 +69,7 @@ bool product(const Call& call, Epilogue epilogue, const at::Tensor& a, const at:
   };
   const LtContext context = {at::cuda::getCurrentCUDABlasLtHandle(), call.stream, static_cast<int>(d.get_device()),
                              may_measure(), allocate};
-  return run_product({dtype, tf32, M, N, K, left.matrix, right.matrix, d.data_ptr(), epilogue, pointer_of(bias),
+  return run_product({dtype, allows_tf32(dtype), M, N, K, left.matrix, right.matrix, d.data_ptr(), epilogue, pointer_of(bias),
                       pointer_of(aux)},
                      context);
 }
@@ -118,12 +132,12 @@ void run_fastest(const Call& call, What what, const at::Tensor& like, std::array
   using Choices = Answers<size_t, 9>;
   static Choices choices;
   Choices::Key key = {static_cast<int64_t>(what), like.get_device(), static_cast<int64_t>(like.scalar_type()),
-                      at::globalContext().allowTF32CuBLAS()};
+                      allows_tf32(dtype_of(like))};
   std::copy(problem.begin(), problem.end(), key.begin() + 4);
   std::optional<size_t> choice;
   if (may_measure()) {
     choice = choices.find(key);
-    if (!choice && !is_capturing(call.stream)) {
+    if (!choice && !choices.is_full() && !is_capturing(call.stream)) {
       choice = fastest(call.stream, ways.size(), [&](size_t i) { return ways[i](); });
       if (choice) choice = choices.keep(key, *choice);
     }

@@ -1,6 +1,7 @@
 // Matrix products and sums over rows on tensors, each with the fall-back for what cuBLASLt does not take.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <optional>
 #include <utility>
@@ -32,8 +33,8 @@ std::pair<at::Tensor, at::Tensor> dgelu_dbias(const Call& call, const at::Tensor
 at::Tensor gelu_of(const Call& call, const at::Tensor& preact, Approximate approximate);
 
 // Ways to compute the same thing. Runs the fastest one: timed once for each `what`, problem, dtype and device. While a
-// CUDA graph is captured, and where PyTorch is asked for deterministic algorithms, the first one that can run. Each way
-// returns false if it cannot.
+// CUDA graph is captured, after many problems, and where PyTorch is asked for deterministic algorithms, the first one
+// that can run. Each way returns false if it cannot.
 enum class What : int64_t { kLinearGelu, kWeightGradient, kHidden };
 void run_fastest(const Call& call, What what, const at::Tensor& like, std::array<int64_t, 5> problem,
                  const std::vector<std::function<bool()>>& ways);

@@ -17,7 +17,7 @@ COMPILED = ("gelu.cu", "column_sums.cu", "softmax_fwd.cu", "softmax_bwd.cu", "li
 COMPILED += ("linear.cpp", "measure.cpp", "pointwise.cpp", "products.cpp")
 
 
-def build(folder: Path) -> Path:
+def build_library(folder: Path) -> Path:
     """Compile the sources into a shared library, with what only a GPU can do replaced.
 
     Raises: RuntimeError with the compiler's output.
@@ -49,10 +49,9 @@ def build(folder: Path) -> Path:
 
 
 def pytest_configure() -> None:
+    from fusedmlp import build
     from fusedmlp.impls import cuda
 
-    torch.ops.load_library(os.environ["CUDA_ON_CPU"])
+    build.load = lambda: torch.ops.load_library(os.environ["CUDA_ON_CPU"])
     cuda.DEVICES = ("cpu",)
     cuda.unavailable = lambda: None
-    cuda._load_kernels = lambda: None
-    cuda._ready = True
