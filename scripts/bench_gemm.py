@@ -1,7 +1,7 @@
 """Linear+GELU and the MLP side by side: manual, native, compiled, triton, and the plain GEMMs that bound them.
 
     python scripts/bench_gemm.py --out profiles/runs/gemm              # correctness, then all tables
-    python scripts/bench_gemm.py --only linear --k 768 --try pair:256x64x8x3   # tuning: other orders and stages
+    python scripts/bench_gemm.py --only linear --k 768 --try 64x4x5,64x16x4   # tuning: other orders and stages
 
 Every number stands behind a correctness gate in the same process: kernels against float64 products of the same inputs,
 odd sizes, other dtypes and all epilogues included. Times of one row alternate in one run; what counts is their ratio.
@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--try", dest="tries", default="", help="Hopper kernels to time too: GROUP_MxBLOCK_KxSTAGES,..."
     )
-    parser.add_argument("--no-compiled", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--impls", default="native,compiled,manual", help="implementations beside triton; native stays")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=int, default=60, help="ms of running a candidate before it is measured")
     parser.add_argument("--rep", type=int, default=30, help="ms of measuring per candidate and round")
@@ -197,7 +197,7 @@ def linear_candidates(args, x: Tensor, weight: Tensor, bias: Tensor, approximate
     candidates = {"GEMM": lambda: F.linear(x, weight), "native": native}
     if approximate == "tanh":  # the only one it has
         candidates["cuBLASLt act"] = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-    if not args.no_compiled:
+    if "compiled" in args.impls:
         compiled = impls.load("compiled").linear_gelu
         candidates["compiled"] = lambda: compiled(x, weight, bias, approximate)
     candidates["triton act"] = lambda: linear_gelu.linear_gelu_fwd(x, weight, bias, approximate, False)
@@ -227,9 +227,8 @@ def dgelu_candidates(args, dy: Tensor, weight: Tensor, preact: Tensor, approxima
 def overrides(args: argparse.Namespace, backward: bool):
     """(name, wrapper) for each configuration to try in place of the chosen one."""
     for name in filter(None, args.tries.split(",")):
-        kernel, _, numbers = name.partition(":")
-        block_n, block_k, group, stages = map(int, numbers.split("x"))
-        config = configs.GemmConfig(kernel, 128, block_n, block_k, group, stages, 4)
+        block_k, group, stages = map(int, name.split("x"))
+        config = configs.GemmConfig("hopper", 128, 128, block_k, group, stages, 4)
         shared = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
         if config.shared_bytes(2, True, backward) > shared:
             continue
@@ -253,8 +252,7 @@ def mlp_table(args: argparse.Namespace, approximate: str) -> list[dict]:
         x, weight1, bias1, weight2, bias2 = mlp_tensors(width)
         dy = normal(MLP_ROWS, width)
         candidates = {"six GEMMs": lambda x=x, w1=weight1, w2=weight2, dy=dy: six_gemms(x, w1, w2, dy)}
-        names = [n for n in ("native", "compiled", "manual") if not (n == "compiled" and args.no_compiled)]
-        for name in names:
+        for name in args.impls.split(","):
             candidates[name] = mlp_step(name, (x, weight1, bias1, weight2, bias2), dy, approximate)
         for keep in ("preact+act", "preact", "x"):
             candidates[f"triton {keep}"] = mlp_step(
@@ -351,7 +349,7 @@ def host_us(call: Callable, repeats: int = 7, calls: int = 200) -> float:
     return statistics.median(times)
 
 
-def gate_in_processes(dtypes: list[str], seconds: int = 150) -> list[dict]:
+def gate_in_processes(dtypes: list[str], seconds: int = 200) -> list[dict]:
     """The gate, its parts side by side in processes of their own: a wrong barrier would hang the GPU, not raise."""
     slices = [f"{d}:{a}:{w}" for d in dtypes for a in ("none", "tanh") for w in DIRECTIONS]
     environments = [{**os.environ, GATE_SLICE: name} for name in slices]

@@ -236,6 +236,13 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
+# What `mlp` keeps of its hidden features for the backward pass, and the price, for M rows of N hidden features:
+#   "preact+act"  2 M N elements; nothing is computed again.
+#   "preact"      M N elements; the GEMM that gives dpreact also writes act again (M N more elements of traffic), and
+#                 for that moment there are three hidden-sized tensors.
+#   "x"           none; the backward pass runs the first layer's forward GEMM again, a seventh GEMM beside the six.
+# x and the weights are kept either way. During the backward pass alone, "preact+act" and "x" never hold more than two
+# hidden-sized tensors. Set this, or FUSEDMLP_MLP_KEEP before the import; it is read at every forward call.
 MLP_KEEP = os.environ.get("FUSEDMLP_MLP_KEEP", "preact+act")
 
 
@@ -280,7 +287,7 @@ class _Mlp(torch.autograd.Function):
         dx = dweight1 = dbias1 = dweight2 = None
         if ctx.recompute:
             act, preact = _linear_gelu_fwd(_rows(x), weight1, bias1, ctx.approximate, need_dpreact)
-        # Each hidden-sized tensor is let go after its last use, so that no more than two exist at a time.
+        # Each hidden-sized tensor is let go after its last use: two at a time, three where act is computed again.
         if need_dweight2 and act is not None:
             dweight2 = dy.t() @ act
             act = None

@@ -117,8 +117,7 @@ def test_hopper_forward_kernel(approximate, element):
 def test_hopper_backward_kernel(approximate):
     for store_act, sum_rows in ((False, False), (False, True), (True, True)):
         flags = {"STORE_ACT": store_act, "SUM_ROWS": sum_rows}
-        # With act beside dpreact a few addresses go to the stack and back, once a tile.
-        check_hopper(hopper_kernel(True, approximate, flags, False, "bf16"), limit=32 if store_act else 0)
+        check_hopper(hopper_kernel(True, approximate, flags, False, "bf16"), limit=0)
 
 
 def check_hopper(report: KernelReport, limit: int) -> None:

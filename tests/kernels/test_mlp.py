@@ -83,7 +83,7 @@ def test_an_unknown_choice_is_named(tensors, monkeypatch):
 
 @pytest.mark.gpu
 def test_peak_memory(keep):
-    """On top of inputs and gradients, two hidden-sized tensors at a time; three where act is computed beside dpreact."""
+    """Beside inputs and gradients two hidden-sized tensors at a time; three where act is computed beside dpreact."""
     rows, width = 8192, 512
     shapes = [(rows, width), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     leaves = [torch.randn(*s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes]
