@@ -3,8 +3,9 @@
     python scripts/bench_gemm.py --out profiles/runs/gemm              # correctness, then all tables
     python scripts/bench_gemm.py --only linear --k 768 --try 64x4x5,64x16x4   # tuning: other orders and stages
 
-Every number stands behind a correctness gate in the same process: kernels against float64 products of the same inputs,
-odd sizes, other dtypes and all epilogues included. Times of one row alternate in one run; what counts is their ratio.
+Times stand behind a correctness gate (unless --only leaves it out): every kernel in every configuration against float64
+products of the same inputs, odd sizes, all dtypes and all epilogues included, in processes of their own. Candidates of
+one row take turns in random order, each after a while of running alone; what counts is their ratio.
 Writes gemm.json and gemm.md to --out and prints the tables.
 """
 
