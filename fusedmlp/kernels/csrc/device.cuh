@@ -63,8 +63,8 @@ __device__ __forceinline__ void store16(void* pointer, Packed packed) {
                : "memory");
 }
 
-// Makes the compiler unpack these again once `then` is known, which is cheaper than keeping twice as many registers until
-// then. All grids here are one-dimensional, so blockIdx.z is 0, which the compiler cannot know.
+// Makes the compiler unpack these again once `then` is known, which is cheaper than keeping twice as many registers
+// until then. All grids here are one-dimensional, so blockIdx.z is 0, which the compiler cannot know.
 template <int kCount>
 __device__ __forceinline__ void keep_packed_until(float then, Packed (&packed)[kCount]) {
   const uint32_t zero = __float_as_uint(then) & blockIdx.z;
@@ -120,8 +120,8 @@ __device__ __forceinline__ Packed pack(const float (&in)[kVec<T>]) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// All elements move up by one, and `element` becomes the first: so 16 bytes are put together from last to first, without
-// indexing registers.
+// All elements move up by one, and `element` becomes the first: so 16 bytes are put together from last to first,
+// without indexing registers.
 __device__ __forceinline__ Packed push_front(Packed packed, float element) {
   return {__float_as_uint(element), packed.x, packed.y, packed.z};
 }
@@ -158,7 +158,9 @@ __device__ __forceinline__ int cluster_size() {
   return static_cast<int>(cooperative_groups::this_cluster().num_blocks());
 }
 // Between arrive and wait there may be work that needs no other block. Writes before arrive are seen after wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Where `pointer`, into this block's shared memory, lies in that of block `rank`.

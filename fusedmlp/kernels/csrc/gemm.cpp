@@ -1,5 +1,6 @@
-// cuBLASLt is column-major: it computes D^T (N, M) = B^T (N, K) @ A^T (K, M). A row-major matrix is its transpose there, so
-// cuBLASLt's first operand is our B, its second one is our A, and its rows, along which a bias lies, are our columns.
+// cuBLASLt is column-major: it computes D^T (N, M) = B^T (N, K) @ A^T (K, M). A row-major matrix is its transpose
+// there, so cuBLASLt's first operand is our B, its second one is our A, and its rows, along which a bias lies, are our
+// columns.
 #include "gemm.h"
 
 #include <algorithm>
@@ -146,9 +147,9 @@ std::vector<Algorithm> heuristic(const Product& p, const Described& described, c
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
   cublasLtMatmulHeuristicResult_t results[kCandidates] = {};
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      context.handle, described.desc.get(), described.a.get(), described.b.get(), described.d.get(), described.d.get(),
-      preference.get(), kCandidates, results, &count);
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(context.handle, described.desc.get(), described.a.get(),
+                                                               described.b.get(), described.d.get(), described.d.get(),
+                                                               preference.get(), kCandidates, results, &count);
   std::vector<Algorithm> algorithms;
   if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, "MatmulAlgoGetHeuristic");
   for (int i = 0; i < count; ++i) {

@@ -74,9 +74,8 @@ inline bool fits(const Product& p) {
          aligned(p.b.data) && aligned(p.d) && aligned(p.bias) && aligned(p.aux);
 }
 
-// Whether the product was enqueued. It is not if it does not fit, or if cuBLASLt has no kernel for it: not every epilogue
-// exists for every dtype and card.
-// Throws std::runtime_error when cuBLASLt fails.
+// Whether the product was enqueued. It is not if it does not fit, or if cuBLASLt has no kernel for it: not every
+// epilogue exists for every dtype and card. Throws std::runtime_error when cuBLASLt fails.
 bool run_product(const Product& product, const LtContext& context);
 
 }  // namespace fusedmlp

@@ -79,8 +79,7 @@ WeightGradient weight_gradient(const Call& call, const Tensor& dy, const Tensor&
     out = {at::empty({dy.size(1), x.size(1)}, dy.options()), at::empty({dy.size(1)}, dy.options())};
     return product(call, Epilogue::kRowSums, dy.t(), x, out.dweight, out.dbias);
   };
-  run_fastest(call, What::kWeightGradient, dy, {dy.size(0), dy.size(1), x.size(1), 0, 0},
-              {separate, fused});
+  run_fastest(call, What::kWeightGradient, dy, {dy.size(0), dy.size(1), x.size(1), 0, 0}, {separate, fused});
   return out;
 }
 
@@ -148,9 +147,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd_op(const Tensor& dy, const st
   return {dx, dweight, dbias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> mlp_fwd_op(const Tensor& x, const Tensor& weight1, const std::optional<Tensor>& bias1,
-                                              const Tensor& weight2, const std::optional<Tensor>& bias2,
-                                              c10::string_view approximate, bool keep_preact, bool keep_act) {
+std::tuple<Tensor, Tensor, Tensor> mlp_fwd_op(const Tensor& x, const Tensor& weight1,
+                                              const std::optional<Tensor>& bias1, const Tensor& weight2,
+                                              const std::optional<Tensor>& bias2, c10::string_view approximate,
+                                              bool keep_preact, bool keep_act) {
   const Call call(x);
   const Hidden hidden =
       linear_gelu(call, matrix_of(x), weight1, or_undefined(bias1), approximate_of(approximate), keep_preact);

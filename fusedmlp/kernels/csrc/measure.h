@@ -21,8 +21,8 @@ std::optional<size_t> fastest(cudaStream_t stream, size_t count, const std::func
 // Whether `stream` is being captured into a CUDA graph: then nothing may be timed.
 bool is_capturing(cudaStream_t stream);
 
-// Measuring stops after so many problems, each of which takes up to a tenth of a second: where sizes change from call to
-// call, it would never end.
+// Measuring stops after so many problems, each of which takes up to a tenth of a second: where sizes change from call
+// to call, it would never end.
 constexpr size_t kMostMeasured = 128;
 
 // Answers by problem, shared by all threads. The first answer stays, so that the same inputs give the same bits.

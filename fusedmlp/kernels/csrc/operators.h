@@ -30,9 +30,10 @@ std::tuple<Tensor, Tensor, Tensor> linear_gelu_bwd_op(const Tensor& dy, const st
                                                       c10::string_view approximate, bool need_dbias);
 
 // y (..., N2) = gelu(x @ weight1.T + bias1) @ weight2.T + bias2, preact and act (M, N).
-std::tuple<Tensor, Tensor, Tensor> mlp_fwd_op(const Tensor& x, const Tensor& weight1, const std::optional<Tensor>& bias1,
-                                              const Tensor& weight2, const std::optional<Tensor>& bias2,
-                                              c10::string_view approximate, bool keep_preact, bool keep_act);
+std::tuple<Tensor, Tensor, Tensor> mlp_fwd_op(const Tensor& x, const Tensor& weight1,
+                                              const std::optional<Tensor>& bias1, const Tensor& weight2,
+                                              const std::optional<Tensor>& bias2, c10::string_view approximate,
+                                              bool keep_preact, bool keep_act);
 
 // dx (..., K) if weight1 is given, dweight1 (N, K) if x is given, dbias1 (N,), dweight2 (N2, N) if act is given, dbias2
 // (N2,). preact and weight2 are given where any of the first three is needed.

@@ -40,10 +40,12 @@ void copy_if_apart(const at::Tensor& out, const at::Tensor& rows, int64_t dim) {
   moved.copy_(rows.view(moved.sizes()));
 }
 
-// rows, or a copy of them, of which each begins as far from a multiple of 16 bytes as that of `out`, which is contiguous.
+// rows, or a copy of them, of which each begins as far from a multiple of 16 bytes as that of `out`, which is
+// contiguous.
 at::Tensor in_step_with(const at::Tensor& out, const at::Tensor& rows) {
   const int64_t size = rows.element_size();
-  const bool bases = (reinterpret_cast<intptr_t>(rows.data_ptr()) - reinterpret_cast<intptr_t>(out.data_ptr())) % 16 == 0;
+  const bool bases =
+      (reinterpret_cast<intptr_t>(rows.data_ptr()) - reinterpret_cast<intptr_t>(out.data_ptr())) % 16 == 0;
   const bool steps = rows.size(0) == 1 || (rows.stride(0) - out.stride(0)) * size % 16 == 0;
   return bases && steps ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
@@ -64,7 +66,8 @@ at::Tensor gelu_fwd_op(const at::Tensor& x, c10::string_view approximate) {
   const at::Tensor y = at::empty_like(x);
   if (x.numel() == 0) return y;
   const at::Tensor in = laid_out_as(y, x);
-  C10_CUDA_CHECK(gelu_fwd(dtype_of(x), approximate_of(approximate), in.data_ptr(), y.data_ptr(), y.numel(), call.stream));
+  C10_CUDA_CHECK(
+      gelu_fwd(dtype_of(x), approximate_of(approximate), in.data_ptr(), y.data_ptr(), y.numel(), call.stream));
   return y;
 }
 

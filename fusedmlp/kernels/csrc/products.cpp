@@ -69,8 +69,8 @@ bool product(const Call& call, Epilogue epilogue, const at::Tensor& a, const at:
   };
   const LtContext context = {at::cuda::getCurrentCUDABlasLtHandle(), call.stream, static_cast<int>(d.get_device()),
                              may_measure(), allocate};
-  return run_product({dtype, allows_tf32(dtype), M, N, K, left.matrix, right.matrix, d.data_ptr(), epilogue, pointer_of(bias),
-                      pointer_of(aux)},
+  return run_product({dtype, allows_tf32(dtype), M, N, K, left.matrix, right.matrix, d.data_ptr(), epilogue,
+                      pointer_of(bias), pointer_of(aux)},
                      context);
 }
 
@@ -108,8 +108,8 @@ std::pair<at::Tensor, at::Tensor> dgelu_dbias(const Call& call, const at::Tensor
   const Dtype dtype = dtype_of(preact);
   const at::Tensor gradient = aligned_contiguous(dy), in = aligned_contiguous(preact);
   if (!need_dbias) {
-    C10_CUDA_CHECK(gelu_bwd(dtype, approximate, gradient.data_ptr(), in.data_ptr(), dpreact.data_ptr(), M * N,
-                            call.stream));
+    C10_CUDA_CHECK(
+        gelu_bwd(dtype, approximate, gradient.data_ptr(), in.data_ptr(), dpreact.data_ptr(), M * N, call.stream));
     return {dpreact, sums};
   }
   const Strips strips = strips_of(M, N, dtype);

@@ -81,9 +81,8 @@ __device__ __forceinline__ void store_vector(T* row, const Span<Index>& span, In
   }
 }
 
-// Groups of `lanes` neighbouring threads, a power of two up to 32, combine their values; all of them get the result, and
-// in the same order every time.
-// V has a lane_xor() of its own, as float has.
+// Groups of `lanes` neighbouring threads, a power of two up to 32, combine their values; all of them get the result,
+// and in the same order every time. V has a lane_xor() of its own, as float has.
 template <typename V, typename Combine>
 __device__ __forceinline__ V over_lanes(V value, int lanes, Combine combine) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) value = combine(value, lane_xor(value, mask));

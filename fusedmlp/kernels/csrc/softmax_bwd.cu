@@ -117,11 +117,10 @@ cudaError_t run(const T* dy, int64_t stride_dy, const T* y, int64_t stride_y, T*
       return launch_rows<float>(softmax_bwd_row_kernel<T, kMost, false>, plan, M, stream, dy, stride_dy, y, stride_y,
                                 dx, N);
     case Spread::kCluster:
-      return launch_rows<float>(softmax_bwd_row_kernel<T, kMost, true>, plan, M, stream, dy, stride_dy, y, stride_y,
-                                dx, N);
-    case Spread::kTwice:
-      return launch_rows<float>(softmax_bwd_twice_kernel<T, kMost>, plan, M, stream, dy, stride_dy, y, stride_y, dx,
+      return launch_rows<float>(softmax_bwd_row_kernel<T, kMost, true>, plan, M, stream, dy, stride_dy, y, stride_y, dx,
                                 N);
+    case Spread::kTwice:
+      return launch_rows<float>(softmax_bwd_twice_kernel<T, kMost>, plan, M, stream, dy, stride_dy, y, stride_y, dx, N);
   }
   return cudaErrorInvalidValue;
 }
@@ -146,7 +145,8 @@ cudaError_t max_cluster_size(int* size) {
   // Every GPU with clusters can have 8 blocks in one; 16 must be asked for.
   *size = 8;
   auto* const kernel = softmax_bwd_row_kernel<__nv_bfloat16, kMost, true>;
-  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;

@@ -38,8 +38,8 @@ cudaError_t launch_rows(void (*kernel)(Parameters...), const SoftmaxPlan& plan, 
                         Arguments... arguments) {
   if (plan.cluster > 8) {
     // More than 8 blocks is a size that not every GPU of the architecture has; `max_cluster_size` has asked for it.
-    const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                   cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    const cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
   }
   const Grid grid = {M * plan.cluster, plan.threads, plan.cluster, kRowSharedBytes<V>};

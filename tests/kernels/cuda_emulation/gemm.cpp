@@ -26,7 +26,8 @@ at::Tensor operand(const Matrix& m, int64_t rows, int64_t columns, Dtype dtype) 
 
 bool run_product(const Product& p, const LtContext&) {
   if (!fits(p)) return false;
-  const at::Tensor a = operand(p.a, p.M, p.K, p.dtype).to(at::kFloat), b = operand(p.b, p.K, p.N, p.dtype).to(at::kFloat);
+  const at::Tensor a = operand(p.a, p.M, p.K, p.dtype).to(at::kFloat),
+                   b = operand(p.b, p.K, p.N, p.dtype).to(at::kFloat);
   const at::Tensor d = matrix(p.d, p.M, p.N, p.N, p.dtype);
   const at::Tensor aux = matrix(p.aux, p.M, p.N, p.N, p.dtype);
   const auto vector = [&](int64_t n) { return matrix(p.bias, 1, n, n, p.dtype)[0]; };

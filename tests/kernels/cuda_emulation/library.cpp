@@ -18,10 +18,9 @@ int64_t strips(int dtype, int64_t M, int64_t N) { return strips_of(M, N, Dtype(d
 // approximate < 0: column sums of dy alone.
 int run_column_sums(int dtype, int approximate, const void* dy, const void* preact, void* dpreact, float* partial,
                     void* out, int64_t M, int64_t N) {
-  const cudaError_t error = approximate < 0
-                                ? strip_sums(Dtype(dtype), dy, partial, M, N, nullptr)
-                                : dgelu_strip_sums(Dtype(dtype), Approximate(approximate), dy, preact, dpreact, partial,
-                                                   M, N, nullptr);
+  const cudaError_t error = approximate < 0 ? strip_sums(Dtype(dtype), dy, partial, M, N, nullptr)
+                                            : dgelu_strip_sums(Dtype(dtype), Approximate(approximate), dy, preact,
+                                                               dpreact, partial, M, N, nullptr);
   return error != cudaSuccess ? error
                               : add_strips(Dtype(dtype), partial, out, strips_of(M, N, Dtype(dtype)).count, N, nullptr);
 }
