@@ -84,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     # Backward is timed again and again on one graph, whose buffers `compiled` would otherwise give away.
     functorch_config.donated_buffer = False
+    # Every case is a shape of its own; after the second `compiled` would go over to slower code for any shape.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     bandwidth = timing.copy_bytes_per_ms()
     details = {"copy bandwidth, TB/s": bandwidth / 1e9, "rounds": args.rounds, "rep, ms": args.rep}
     tables: dict[str, list[dict]] = {op: [] for op in args.op}

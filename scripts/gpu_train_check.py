@@ -3,8 +3,8 @@
     python scripts/gpu_train_check.py --out profiles/records/2026-01-01-training
     python scripts/gpu_train_check.py --out DIR --impls native,compiled,triton --experiments lecture --steps 50
 
-One process per run, one after another. The folder receives record.json, record.md and, per run, result.json,
-metrics.csv and the output. Exit code 1 if a run did not complete.
+One process per run, one after another. The folder receives record.json, record.md, losses.png and, per run,
+result.json, metrics.csv and the output. Exit code 1 if a run did not complete.
 """
 
 import argparse
@@ -84,8 +84,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     """The numbers of a run from its result.json and metrics.csv; status "failed" if it left none."""
     try:
         result = json.loads((folder / "result.json").read_text())
-        with open(folder / "metrics.csv", newline="") as file:
-            losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+        losses = list(training_losses(folder / "metrics.csv").values())
     except (OSError, ValueError) as error:
         return {"status": "failed", "reason": f"left no readable result: {error}"}
     speed = result.get("throughput") or {}
@@ -133,6 +132,35 @@ def write_record(out: Path, rows: list[dict[str, Any]], command: list[str]) -> N
     (out / "record.md").write_text("\n".join([*lines, "", *reasons]) + "\n")
 
 
+def plot_losses(out: Path, rows: list[dict[str, Any]]) -> None:
+    """losses.png: training loss against step, one panel per experiment, one line per impl."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    experiments = list(dict.fromkeys(row["experiment"] for row in rows))
+    figure, panels = plt.subplots(1, len(experiments), figsize=(6 * len(experiments), 4), squeeze=False)
+    for panel, experiment in zip(panels[0], experiments, strict=True):
+        for row, style in zip((row for row in rows if row["experiment"] == experiment), ("-", ":", "-.", "--"), strict=False):
+            points = training_losses(out / f"{experiment}-{row['impl']}" / "metrics.csv")
+            panel.plot(points.keys(), points.values(), style, label=row["impl"], linewidth=2, alpha=0.8)
+        panel.set(title=experiment, xlabel="optimizer step", ylabel="training loss, nats per token")
+        panel.legend()
+        panel.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out / "losses.png", dpi=120)
+    plt.close(figure)
+
+
+def training_losses(metrics: Path) -> dict[int, float]:
+    """Step -> training loss of a metrics.csv; empty if there is none."""
+    if not metrics.exists():
+        return {}
+    with open(metrics, newline="") as file:
+        return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the record")
@@ -149,6 +177,7 @@ def main() -> int:
         for impl in options.impls.split(","):
             rows.append(train(experiment, impl, options.steps, options.timeout, out, options.overrides))
             write_record(out, rows, ["python", "scripts/gpu_train_check.py", *sys.argv[1:]])
+            plot_losses(out, rows)
     shutil.rmtree(out / "runs", ignore_errors=True)
     print("\n" + "\n".join(table(rows)))
     return 0 if all(row["status"] == "completed" for row in rows) else 1

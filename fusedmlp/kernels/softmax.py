@@ -94,6 +94,14 @@ def _launch_rows(kernel, tensors: tuple[Tensor, ...], config: RowsConfig) -> Non
 Config = RowsConfig | TeamConfig | WideConfig
 
 
+# By itemsize: (widest row, configuration). Small parts leave more programs to wait for one another's words; wide rows
+# are faster in fewer, larger parts, and need them to fit into a team.
+_TEAMS = {
+    2: ((65_536, TeamConfig(4096, 2)), (524_288, TeamConfig(16_384, 4)), (1_048_576, TeamConfig(32_768, 8))),
+    4: ((262_144, TeamConfig(8192, 4)), (524_288, TeamConfig(16_384, 16))),
+}
+
+
 @functools.lru_cache
 def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int) -> Config:
     """The kernels and their configuration for rows of `n_cols` elements of `itemsize` bytes.
@@ -112,9 +120,9 @@ def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int) -> Config
     # One program a row, if it would not leave much of its registers idle.
     if itemsize == 2 and block_n <= 32768 and (4 * n_cols >= 3 * block_n or max_parts == 1):
         return TeamConfig(block_n, num_warps=block_n // (2048 if backward else 1024))
-    for block in (4096 * 4 // itemsize * 2**k for k in range(3)):
-        if n_cols <= max_parts * block:
-            return TeamConfig(block, num_warps=block * itemsize // 4096)
+    for widest, config in _TEAMS[itemsize]:
+        if n_cols <= min(widest, max_parts * config.block):
+            return config
     return WideConfig()
 
 

@@ -147,7 +147,7 @@ def test_chosen_configuration_holds_the_row(n_cols, itemsize, max_parts):
         assert n_cols <= columns * (1 if isinstance(config, RowsConfig) else max_parts)
         # Registers of a thread: rows are held in fp32, parts as they are; one tensor forward, two backward.
         held = 4 if isinstance(config, RowsConfig) else itemsize
-        assert columns * held * (2 if backward else 1) / (32 * config.num_warps) <= 4 * 96
+        assert columns * held * (2 if backward else 1) / (32 * config.num_warps) <= 4 * 128
 
 
 # Teams need programs that run at the same time. Rows that fill their parts and odd ones that do not; one row; more
