@@ -71,6 +71,10 @@ class FusedMLP(nn.Module):
         impl: one of `fusedmlp.impl_names()`; it can be changed later through the attribute of this name.
         device, dtype: of the parameters.
     Shape: x (..., K) -> (..., N2), in the dtype of x; under autocast in autocast's dtype.
+    Memory kept for the backward pass, beside x and the weights, for M rows: native keeps preact and act, 2 M N
+        elements. So does triton by default; with `FUSEDMLP_MLP_KEEP=preact` it keeps M N and computes act again in the
+        epilogue of the GEMM that gives dpreact (M N elements more of traffic), with `FUSEDMLP_MLP_KEEP=x` it keeps
+        nothing and pays a seventh GEMM.
     Raises: ValueError for an unknown impl or `approximate`; RuntimeError, with the reason, if impl cannot run here.
     """
 

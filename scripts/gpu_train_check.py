@@ -9,6 +9,7 @@ result.json, metrics.csv and the output. Exit code 1 if a run did not complete.
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -142,9 +143,10 @@ def plot_losses(out: Path, rows: list[dict[str, Any]]) -> None:
     experiments = list(dict.fromkeys(row["experiment"] for row in rows))
     figure, panels = plt.subplots(1, len(experiments), figsize=(6 * len(experiments), 4), squeeze=False)
     for panel, experiment in zip(panels[0], experiments, strict=True):
-        for row, style in zip((row for row in rows if row["experiment"] == experiment), ("-", ":", "-.", "--"), strict=False):
-            points = training_losses(out / f"{experiment}-{row['impl']}" / "metrics.csv")
-            panel.plot(points.keys(), points.values(), style, label=row["impl"], linewidth=2, alpha=0.8)
+        impls = [row["impl"] for row in rows if row["experiment"] == experiment]
+        for impl, style in zip(impls, itertools.cycle(("-", ":", "-.", "--"))):
+            points = training_losses(out / f"{experiment}-{impl}" / "metrics.csv")
+            panel.plot(points.keys(), points.values(), style, label=impl, linewidth=2, alpha=0.8)
         panel.set(title=experiment, xlabel="optimizer step", ylabel="training loss, nats per token")
         panel.legend()
         panel.grid(alpha=0.3)

@@ -37,11 +37,6 @@ def skip_unless_available(impl: str) -> str:
     return impl
 
 
-def interprets_bf16_gemms_wrongly(impl: str, dtype: torch.dtype) -> bool:
-    """`tl.dot` of bf16 is wrong in Triton's interpreter; on a GPU, and there in fp32 and fp16, it is right."""
-    return INTERPRETER and impl == "triton" and dtype == torch.bfloat16
-
-
 def pytest_generate_tests(metafunc):
     """A test that takes `impl` runs once for every implementation there is."""
     if "impl" in metafunc.fixturenames:

@@ -21,8 +21,8 @@ SYNTHETIC = ("data=synthetic", "data.num_tokens=20000")
 
 @pytest.fixture
 def command(tmp_path):
-    """Starts train.py in an empty directory, with its cache there too."""
-    environment = os.environ | {"FUSEDMLP_CACHE": str(tmp_path / "cache")}
+    """Starts train.py in an empty directory, with its cache there too and no GPU, where impl=cuda cannot run."""
+    environment = os.environ | {"FUSEDMLP_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
 
     def start(*arguments: str) -> subprocess.Popen:

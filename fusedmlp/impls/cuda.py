@@ -9,13 +9,11 @@ Each call is one operator, `torch.ops.fusedmlp_cuda.*` (`fusedmlp/kernels/cuda_o
 `torch.autograd.Function` ties the forward operator to the backward one.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from fusedmlp import build
+from fusedmlp.impls._autograd import once_differentiable, requires_grad
 from fusedmlp.kernels import cuda_ops, toolchain
 
 DEVICES = ("cuda",)
@@ -48,44 +46,11 @@ def _load_kernels() -> None:
 _load_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Passes a gradient on and raises when somebody differentiates it."""
-
-    @staticmethod
-    def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, *_: Tensor):
-        raise RuntimeError("impl='cuda' has first derivatives only; for a second derivative use impl='native'")
-
-
-def _once_differentiable(backward: Callable) -> Callable:
-    """Decorator of a backward function that returns a tuple: differentiating what it returns raises.
-
-    `torch.autograd.function.once_differentiable` raises only where the incoming gradient requires a gradient itself.
-    """
-
-    @functools.wraps(backward)
-    def first_order(ctx, *incoming):
-        with torch.no_grad():
-            outgoing = backward(ctx, *incoming)
-        if not torch.is_grad_enabled():
-            return outgoing
-        sources = [t for t in (*incoming, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
-        return tuple(None if g is None else _NoSecondDerivative.apply(g, *sources) for g in outgoing)
-
-    return first_order
-
-
 def _starts_graph(*tensors: Tensor | None) -> bool:
-    """Whether a call is to be differentiated, and the kernels are there to run it.
-
-    `ctx.needs_input_grad` does not know about no_grad, so the question is asked before.
-    """
+    """Whether a call is to be differentiated; after this the kernels are there to run it."""
     if torch.compiler.is_compiling() or not _ready:
         _load_kernels()
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return requires_grad(*tensors)
 
 
 class _Gelu(torch.autograd.Function):
@@ -96,7 +61,7 @@ class _Gelu(torch.autograd.Function):
         return cuda_ops.gelu_fwd(x, approximate)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return cuda_ops.gelu_bwd(dy, x, ctx.approximate), None
@@ -117,7 +82,7 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         return cuda_ops.softmax_bwd(dy, y, ctx.dim), None
@@ -141,7 +106,7 @@ class _LinearGelu(torch.autograd.Function):
         return act
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         x, weight, preact = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -175,7 +140,7 @@ class _Mlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx, dy: Tensor):
         needs = ctx.needs_input_grad
         gradients = cuda_ops.mlp_bwd(dy, *ctx.saved_tensors, ctx.approximate, needs[2], needs[4])

@@ -21,6 +21,7 @@ try:
 except ImportError as error:
     raise ImportError("Triton is missing: `pip install triton` (Linux), or use impl=native or impl=compiled") from error
 
+from fusedmlp.impls._autograd import once_differentiable, requires_grad
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
 from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
 from fusedmlp.kernels.reduce import dgelu_dbias
@@ -42,6 +43,20 @@ def unavailable() -> str | None:
     if major < 8:
         return f"the GPU has compute capability {major}.{minor} and the kernels need 8.0 (A100) or newer; {_REMEDY}"
     return None
+
+
+def _rounded_products(launcher: Callable) -> Callable:
+    """The launcher; in the interpreter, whose bf16 dot products are wrong, with bf16 widened to fp32 around it."""
+
+    @functools.wraps(launcher)
+    def widened(*args):
+        low = torch.bfloat16
+        if args[0].dtype != low:
+            return launcher(*args)
+        results = launcher(*(a.float() if isinstance(a, Tensor) else a for a in args))
+        return tuple(result.to(low) for result in results)
+
+    return widened if _INTERPRETER else launcher
 
 
 _library = torch.library.Library("fusedmlp_triton", "FRAGMENT")
@@ -66,37 +81,6 @@ _gelu_bwd = _register(
 )
 
 
-class _NoSecondDerivative(torch.autograd.Function):
-    """Passes a gradient on and raises when somebody differentiates it."""
-
-    @staticmethod
-    def forward(ctx, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, *_: Tensor):
-        raise RuntimeError("impl='triton' has first derivatives only; for a second derivative use impl='native'")
-
-
-def once_differentiable(backward: Callable) -> Callable:
-    """Decorator of a backward function that returns a tuple.
-
-    `torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a gradient itself: after
-    `y.sum()` it does not, and the second derivative would come out as 0. This one raises whenever there is one.
-    """
-
-    @functools.wraps(backward)
-    def first_order(ctx, *incoming):
-        if not torch.is_grad_enabled():
-            return backward(ctx, *incoming)
-        with torch.no_grad():
-            outgoing = backward(ctx, *incoming)
-        sources = [t for t in (*incoming, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
-        return tuple(None if g is None else _NoSecondDerivative.apply(g, *sources) for g in outgoing)
-
-    return first_order
-
-
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, approximate: str) -> Tensor:
@@ -112,8 +96,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
-    # `ctx.needs_input_grad` does not know about no_grad, so the question is asked here.
-    if torch.is_grad_enabled() and x.requires_grad:
+    if requires_grad(x):
         return _Gelu.apply(x, approximate)
     return _gelu_fwd(x, approximate)
 
@@ -140,7 +123,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if requires_grad(x):
         return _Softmax.apply(x, dim)
     return _softmax_fwd(x, dim)
 
@@ -161,7 +144,7 @@ def _fake_dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias):
 
 _linear_gelu_fwd = _register(
     "linear_gelu_fwd(Tensor x, Tensor weight, Tensor? bias, str approximate, bool store_preact) -> (Tensor, Tensor)",
-    linear_gelu_fwd,
+    _rounded_products(linear_gelu_fwd),
     _fake_linear_gelu_fwd,
 )
 _dgelu_dbias = _register(
@@ -172,7 +155,7 @@ _dgelu_dbias = _register(
 _dgelu_gemm = _register(
     "dgelu_gemm(Tensor dy, Tensor weight, Tensor preact, str approximate, bool store_act, bool need_dbias)"
     " -> (Tensor, Tensor, Tensor)",
-    dgelu_gemm,
+    _rounded_products(dgelu_gemm),
     _fake_dgelu_gemm,
 )
 
@@ -226,14 +209,10 @@ class _LinearGelu(torch.autograd.Function):
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+    if requires_grad(x, weight, bias):
         return _LinearGelu.apply(x, weight, bias, approximate)
     act, _ = _linear_gelu_fwd(_rows(x), weight, bias, approximate, False)
     return act.view(*x.shape[:-1], weight.shape[0])
-
-
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
 
 
 # What `mlp` keeps of its hidden features for the backward pass, and the price, for M rows of N hidden features:
@@ -307,7 +286,7 @@ class _Mlp(torch.autograd.Function):
 def mlp(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, approximate: str
 ) -> Tensor:
-    if torch.is_grad_enabled() and _requires_grad(x, weight1, bias1, weight2, bias2):
+    if requires_grad(x, weight1, bias1, weight2, bias2):
         return _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate, _mlp_keep())
     act, _ = _linear_gelu_fwd(_rows(x), weight1, bias1, approximate, False)
     y = torch.nn.functional.linear(act, weight2, bias2)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from conftest import interprets_bf16_gemms_wrongly
 from oracle import Case, check
 
 from fusedmlp import impls
@@ -46,13 +45,6 @@ def dtype(request, impl, device):
     return dtype
 
 
-@pytest.fixture
-def gemm_dtype(impl, dtype):
-    if interprets_bf16_gemms_wrongly(impl, dtype):
-        pytest.skip("Triton's interpreter computes bf16 dot products wrongly")
-    return dtype
-
-
 def normal(*shape, dtype, device, scale=1.0):
     return (torch.randn(*shape, device=device) * scale).to(dtype)
 
@@ -79,8 +71,7 @@ def test_softmax(impl, dtype, device, poisoned):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_linear_gelu(impl, gemm_dtype, approximate, bias, device, poisoned):
-    dtype = gemm_dtype
+def test_linear_gelu(impl, dtype, approximate, bias, device, poisoned):
     for M, K, N in FEW["linear"] if slow_to_compile(impl, device) else LINEAR:
         x = normal(M, K, dtype=dtype, device=device)
         weight = normal(N, K, dtype=dtype, device=device, scale=K**-0.5)
@@ -94,8 +85,7 @@ def test_linear_gelu(impl, gemm_dtype, approximate, bias, device, poisoned):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_mlp(impl, gemm_dtype, approximate, bias, device, poisoned):
-    dtype = gemm_dtype
+def test_mlp(impl, dtype, approximate, bias, device, poisoned):
     for M, K, N in FEW["linear"] if slow_to_compile(impl, device) else LINEAR:
         N2 = K + 3
         tensors = {
