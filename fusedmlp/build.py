@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from fusedmlp.cache import cache_dir
 from fusedmlp.kernels import toolchain
 
 SOURCES = Path(__file__).parent / "kernels" / "csrc"
@@ -49,13 +50,8 @@ def visible_archs() -> list[int]:
 
 
 def cache_folder() -> Path:
-    """$FUSEDMLP_CACHE/cuda, else fusedmlp/cuda in $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("FUSEDMLP_CACHE"):
-        return Path(chosen, "cuda")
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says to ignore a relative path.
-    base = xdg if os.path.isabs(xdg) else os.path.expanduser("~/.cache")
-    return Path(base, "fusedmlp", "cuda")
+    """cuda/ in the package's cache directory."""
+    return cache_dir() / "cuda"
 
 
 def find(archs: Iterable[int]) -> Path | None:

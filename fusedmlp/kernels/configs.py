@@ -12,13 +12,15 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 import triton
+
+from fusedmlp.cache import cache_dir
 
 # Gluon changes from release to release: the versions of Triton with which gemm_hopper.py was correct on an H200.
 HOPPER_TRITON = ("3.6",)
@@ -199,11 +201,8 @@ def _time(function: Callable[[], None]) -> float:
 
 
 def cache_file() -> Path:
-    """Where measured choices are kept: $FUSEDMLP_CACHE, else the user's cache folder."""
-    folder = os.environ.get("FUSEDMLP_CACHE")
-    if folder is None:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fusedmlp")
-    return Path(folder) / "gemm-configs.json"
+    """Where measured choices are kept."""
+    return cache_dir() / "gemm-configs.json"
 
 
 _measured_cache: dict[str, GemmConfig] | None = None
@@ -227,6 +226,12 @@ def _read() -> dict[str, GemmConfig]:
 
 def _remember(key: str, config: GemmConfig) -> None:
     _measured()[key] = config
+    # Where the file cannot be written, later processes measure again.
+    with suppress(OSError):
+        _write(key, config)
+
+
+def _write(key: str, config: GemmConfig) -> None:
     file = cache_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     # Another process may have added to the file; replacing it whole leaves no half-written one behind.

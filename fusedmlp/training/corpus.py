@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from fusedmlp.cache import cache_dir
 from fusedmlp.errors import UserError
 from fusedmlp.training.corpus_sources import Source
 
@@ -57,47 +57,34 @@ class Corpus:
         return np.asarray(np.memmap(self.path, dtype=np.uint8, mode="r"))
 
 
-def load_or_build(source: Source, val_fraction: float, cache_dir: Path) -> Corpus:
+def load_or_build(source: Source, val_fraction: float, directory: Path) -> Corpus:
     """Open the cached corpus of this source and split, building it first where there is none.
 
     Raises: UserError for an empty corpus, for a cache directory that cannot be written, and what the source raises.
     """
     settings = {"format": _FORMAT, "source": source.identity(), "val_fraction": val_fraction}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
-    path = cache_dir / f"{source.kind}-{digest}.bin"
+    path = directory / f"{source.kind}-{digest}.bin"
     try:
         return _read(path) or _build(source, val_fraction, path)
     except OSError as error:
         raise UserError(
-            f"cannot use the data cache {cache_dir}: {error.strerror or error}. "
+            f"cannot use the data cache {directory}: {error.strerror or error}. "
             "Choose a directory that can be written with data.cache_dir=DIR or the environment variable FUSEDMLP_CACHE."
         ) from error
 
 
 def default_cache_dir() -> Path:
-    """$FUSEDMLP_CACHE/data, else fusedmlp/data in the platform's cache directory.
+    """data/ in the package's cache directory.
 
     Raises: UserError when that directory cannot be told, because there is no home directory.
     """
-    if chosen := os.environ.get("FUSEDMLP_CACHE"):
-        return Path(chosen).expanduser() / "data"
     try:
-        return _platform_cache() / "fusedmlp" / "data"
+        return cache_dir() / "data"
     except RuntimeError as error:
         raise UserError(
             "no home directory to keep the data cache in; set data.cache_dir=DIR or FUSEDMLP_CACHE"
         ) from error
-
-
-def _platform_cache() -> Path:
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(xdg):  # the XDG specification says to ignore a relative path
-        return Path(xdg)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path.home() / ".cache"
 
 
 def unigram_loss(train: np.ndarray, val: np.ndarray) -> float:

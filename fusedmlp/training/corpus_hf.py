@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fusedmlp.errors import UserError
-from fusedmlp.training.corpus_sources import from_user_directory
+from fusedmlp.training.paths import from_user_directory
 
 _ROWS = 1000
 # Without files, these would read whatever lies in the current directory.

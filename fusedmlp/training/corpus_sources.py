@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from fusedmlp.errors import UserError
+from fusedmlp.training.paths import from_user_directory
 
 _READ_BYTES = 1 << 24
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -61,18 +62,6 @@ def require_integers(minimum: int, **values: Any) -> None:
     for key, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise UserError(f"data.{key}={value!r} is not accepted; it must be an integer of at least {minimum}")
-
-
-def from_user_directory(path: str) -> Path:
-    """Resolve a path that the user wrote, against the directory they started the program in.
-
-    Hydra can move a job to a directory of its own; a relative path still means what it meant on the command line.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.utils import get_original_cwd
-
-    start = get_original_cwd() if HydraConfig.initialized() else os.getcwd()
-    return Path(start) / Path(path).expanduser()
 
 
 @dataclass(frozen=True)

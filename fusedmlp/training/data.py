@@ -7,7 +7,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from fusedmlp.errors import UserError
 from fusedmlp.training.corpus import VOCAB_SIZE, Corpus, default_cache_dir, load_or_build
-from fusedmlp.training.corpus_sources import from_user_directory, make_source, require_integers
+from fusedmlp.training.corpus_sources import make_source, require_integers
 from fusedmlp.training.data_windows import (
     BatchLoader,
     TrainBatches,
@@ -16,6 +16,7 @@ from fusedmlp.training.data_windows import (
     WindowOrder,
     validation_starts,
 )
+from fusedmlp.training.paths import from_user_directory
 
 # What a checkpoint's position depends on, as the user knows it.
 _MEANING = {
