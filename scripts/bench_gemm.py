@@ -10,35 +10,28 @@ Writes gemm.json and gemm.md to --out and prints the tables.
 """
 
 import argparse
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gate_gemm
 import torch
 import torch.nn.functional as F
+from gate_gemm import normal, relative_error
 from torch import Tensor
 from triton.testing import do_bench
 
 from fusedmlp import functional, impls
 from fusedmlp.impls import triton as impl_triton
 from fusedmlp.kernels import configs, linear_gelu
-from fusedmlp.kernels.reduce import dgelu_dbias
 from fusedmlp.profiling import timing
 
-# M, K, N of ANCHORS' Linear+GELU table; width and rows of its MLP table (hidden is 4 times the width).
+# M, K, N: a layer of the lecture's MLP, and the first layers of transformers' MLPs; then those MLPs' widths and rows
+# (hidden is 4 times the width).
 LINEAR = [(1024, 2048, 2048), (16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (16384, 4096, 16384)]
 MLP_WIDTHS, MLP_ROWS = (768, 1024, 2048, 4096), 16384
-# Aligned and ragged tiles, one tile, odd sizes that no descriptor takes, few rows, long sums.
-GATE = [(512, 256, 384), (1000, 448, 1192), (128, 64, 128), (333, 77, 129), (3, 1024, 512), (257, 4096, 264)]
-DIRECTIONS = ("forward", "backward")
-# Names the part of the correctness gate that a child process runs.
-GATE_SLICE = "FUSEDMLP_GATE_SLICE"
 
 
 def parse() -> argparse.Namespace:
@@ -56,102 +49,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--settle", type=int, default=60, help="ms of running a candidate before it is measured")
     parser.add_argument("--rep", type=int, default=30, help="ms of measuring per candidate and round")
     return parser.parse_args()
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected|, infinite for NaN."""
-    error = (got.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
-    return float(error) if torch.isfinite(error) else float("inf")
-
-
-def gelu_grad(x: Tensor, approximate: str) -> Tensor:
-    return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
-
-
-# --- correctness ------------------------------------------------------------------------------------------------------
-
-
-def gate(slices: list[tuple[str, str, str]]) -> list[dict]:
-    """Every kernel in every configuration against float64 at small sizes; raises on the first that is wrong."""
-    limits = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 2e-6}
-    worst: dict[tuple, float] = {}
-    for dtype, approximate, direction in slices:
-        results = forward_results if direction == "forward" else backward_results
-        for M, K, N in GATE:
-            for config, name, got, expected in results(M, K, N, getattr(torch, dtype), approximate):
-                error = relative_error(got, expected)
-                key = (dtype, approximate, config.kernel, name)
-                worst[key] = max(worst.get(key, 0.0), error)
-                if error > limits[dtype]:
-                    raise SystemExit(f"wrong: {key} at M={M} K={K} N={N} with {config}: relative error {error:.2e}")
-    return [{"dtype": d, "gelu": a, "kernel": k, "result": n, "worst error": e} for (d, a, k, n), e in worst.items()]
-
-
-def in_every_configuration(call: Callable[[], tuple[Tensor, ...]]):
-    """(configuration, results) of a launcher's call, for each configuration that its problem has."""
-    problems: list[configs.Problem] = []
-    chosen, linear_gelu._prepared = configs.choose, {}
-    try:
-        configs.choose = lambda problem, run: problems.append(problem) or configs.by_rule(problem)
-        call()
-    finally:
-        configs.choose = chosen
-    for config in configs.candidates(problems[0]):
-        with configs.using(config):
-            yield config, call()
-
-
-def forward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str):
-    """(configuration, name, computed, expected) of every result of the forward kernels."""
-    x, weight, bias = normal(M, K, dtype=dtype), normal(N, K, dtype=dtype, scale=K**-0.5), normal(N, dtype=dtype)
-    preact = F.linear(x.double(), weight.double(), bias.double())
-    act = F.gelu(preact, approximate=approximate)
-    forward = linear_gelu.linear_gelu_fwd
-    for config, (got, _) in in_every_configuration(lambda: forward(x, weight, bias, approximate, False)):
-        yield config, "act", got, act
-    for config, (got, stored) in in_every_configuration(lambda: forward(x, weight, bias, approximate, True)):
-        yield config, "act beside preact", got, act
-        yield config, "preact", stored, preact
-    weight = weight.t().contiguous().t()
-    act = F.gelu(F.linear(x.double(), weight.double()), approximate=approximate)
-    for config, (got, _) in in_every_configuration(lambda: forward(x, weight, None, approximate, False)):
-        yield config, "act, weight transposed, no bias", got, act
-
-
-def backward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str):
-    """(configuration, name, computed, expected) of every result of the backward kernels."""
-    dy, weight, preact = normal(M, K, dtype=dtype), normal(K, N, dtype=dtype, scale=K**-0.5), normal(M, N, dtype=dtype)
-    expected = (dy.double() @ weight.double()) * gelu_grad(preact.double(), approximate)
-    act = F.gelu(preact.double(), approximate=approximate)
-    for store_act, need_dbias in ((False, False), (False, True), (True, True)):
-        call = linear_gelu.dgelu_gemm
-        for config, (dpreact, again, dbias) in in_every_configuration(
-            lambda: call(dy, weight, preact, approximate, store_act, need_dbias)  # noqa: B023
-        ):
-            yield config, "dpreact", dpreact, expected
-            if store_act:
-                yield config, "act again", again, act
-            if need_dbias:
-                yield config, "dbias", *against_terms(dbias, expected)
-    if dtype != torch.float32:
-        (dpreact, dbias), expected = (
-            dgelu_dbias(dy, dy, approximate, True),
-            dy.double() * gelu_grad(dy.double(), approximate),
-        )
-        yield config, "pointwise dpreact", dpreact, expected
-        yield config, "pointwise dbias", *against_terms(dbias, expected)
-
-
-def against_terms(dbias: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
-    """Computed and expected column sums, shifted so that an error counts against the terms, which cancel in the sum."""
-    return dbias.double() + terms.norm(dim=0), terms.sum(0) + terms.norm(dim=0)
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def linear_tables(args: argparse.Namespace, approximate: str) -> dict[str, list[dict]]:
@@ -350,51 +247,30 @@ def host_us(call: Callable, repeats: int = 7, calls: int = 200) -> float:
     return statistics.median(times)
 
 
-def gate_in_processes(dtypes: list[str], seconds: int = 200) -> list[dict]:
-    """The gate, its parts side by side in processes of their own: a wrong barrier would hang the GPU, not raise."""
-    slices = [f"{d}:{a}:{w}" for d in dtypes for a in ("none", "tanh") for w in DIRECTIONS]
-    environments = [{**os.environ, GATE_SLICE: name} for name in slices]
-    children = [
-        subprocess.Popen([sys.executable, os.path.abspath(__file__)], env=env, stdout=subprocess.PIPE, text=True)
-        for env in environments
-    ]
-    deadline, rows = time.monotonic() + seconds, []
-    for name, child in zip(slices, children, strict=True):
-        try:
-            output, _ = child.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            for other in children:
-                other.kill()
-            raise SystemExit(f"{name} did not end within {seconds} s: a barrier may wait for ever") from None
-        if child.returncode != 0:
-            raise SystemExit(f"{name} failed with exit status {child.returncode}")
-        rows += json.loads(output.splitlines()[-1])
-    return rows
-
-
 def main() -> None:
     args = parse()
     torch.manual_seed(0)
     random.seed(0)
-    if GATE_SLICE in os.environ:
-        dtype, approximate, direction = os.environ[GATE_SLICE].split(":")
-        print(json.dumps(gate([(dtype, approximate, direction)])))
-        return
     parts = args.only.split(",")
     tables: dict[str, list[dict]] = {}
+    details = {"copy TB/s": timing.copy_bytes_per_ms() / 1e9}
+
+    def add(title: str, rows: list[dict]) -> None:
+        tables[title] = rows
+        # After every table, so that whatever stops the run costs that table alone.
+        timing.write_record(args.out, "gemm", tables, details)
+
     if "gate" in parts:
-        tables["correctness"] = gate_in_processes(args.gate.split(","))
-        for row in tables["correctness"]:
-            print(row)
+        add("correctness", gate_gemm.check(args.gate.split(",")))
+        print(timing.markdown_table(tables["correctness"]), flush=True)
     for approximate in args.approximate.split(","):
         if "linear" in parts:
             for direction, rows in linear_tables(args, approximate).items():
-                tables[f"Linear + GELU ({approximate}), {direction}, bf16, ms"] = rows
+                add(f"Linear + GELU ({approximate}), {direction}, bf16, ms", rows)
         if "mlp" in parts:
-            tables[f"MLP ({approximate}), bf16, forward and backward"] = mlp_table(args, approximate)
+            add(f"MLP ({approximate}), bf16, forward and backward", mlp_table(args, approximate))
     if "host" in parts:
-        tables["host time"] = host_table()
-    timing.write_record(args.out, "gemm", tables, {"copy TB/s": timing.copy_bytes_per_ms() / 1e9})
+        add("host time", host_table())
     for title, rows in tables.items():
         print(f"{title}\n{timing.markdown_table(rows)}\n")
 
