@@ -24,7 +24,7 @@ def main() -> int:
         ["bench_ops.py", "--out", str(args.out), "--impl", *args.impl],
         ["bench_gemm.py", "--out", str(args.out), "--impls", others],
     )
-    # One after the other, each in a process of its own: what one compiles or allocates does not touch the other's times.
+    # One after the other, in processes of their own: what one compiles or allocates is nothing to the other's times.
     return max(subprocess.run([sys.executable, str(FOLDER / name), *rest]).returncode for name, *rest in commands)
 
 
