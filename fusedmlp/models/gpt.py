@@ -136,3 +136,19 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # (B, T, V)
+
+    def flops_per_sample(self) -> int:
+        """FLOPs of the matrix products of one training step on one sequence of T = `context` tokens.
+
+        Forward: in each of the L blocks 24 T D^2 (qkv 6, proj 2, MLP 16) and 4 T^2 D (scores 2, weighted sum 2), and
+        2 T D V for the head. The backward pass has two products of the same size for each of them, for both factors:
+        3 times the forward pass in all.
+
+        The number is the same for both kinds of attention and every implementation: scores count in full though the
+        mask hides half of them and a fused kernel may leave that half out, and the scores that a fused kernel computes
+        once more in its backward pass (2 T^2 D) do not count. Nor do embeddings, norms, biases, GELUs, the softmax and
+        the loss.
+        """
+        T, (vocab, D) = self.context, self.head.weight.shape
+        forward = len(self.blocks) * (24 * T * D**2 + 4 * T**2 * D) + 2 * T * D * vocab
+        return 3 * forward

@@ -77,3 +77,14 @@ class MLPLanguageModel(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return torch.unsqueeze(self.head(x), 1)  # (B, 1, V)
+
+    def flops_per_sample(self) -> int:
+        """FLOPs of the matrix products of one training step on one window, whatever the implementation.
+
+        Forward: 2 D^2 for each of the L layers and 2 D V for the head. The backward pass has two products of the same
+        size for each of them, for dx (the first layer's too, since the embedding is trained) and for dweight: 3 times
+        the forward pass in all. Embeddings, biases, GELUs and the loss are not counted.
+        """
+        vocab, D = self.head.weight.shape
+        forward = 2 * len(self.layers) * D**2 + 2 * D * vocab
+        return 3 * forward
