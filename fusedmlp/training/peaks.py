@@ -1,0 +1,102 @@
+"""Dense peak rates of GPUs, against which MFU (model FLOPs utilization) is taken.
+
+Matched by the whole name that the driver reports, so that no other card (a laptop's, an export variant, a MIG slice)
+gets a peak that is not its own: for those MFU is unknown unless `trainer.peak_tflops` gives the peak.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The peak rate that MFU is taken against.
+
+    Attributes:
+        tflops: dense TFLOP/s; None if unknown.
+        source: "table" (this file), "config" (`trainer.peak_tflops`) or None.
+    """
+
+    tflops: float | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Dense TFLOP/s of matrix products by the type of their factors, all of them accumulated in fp32."""
+
+    fp32: float  # without tensor cores
+    tf32: float
+    half: float  # bf16 and fp16
+
+
+# From the vendors' documents. Where they give a tensor core's rate with 2:4 sparsity, half of it stands here.
+_A100 = Rates(19.5, 156, 312)  # NVIDIA A100 datasheet, all forms
+_H100_SXM = Rates(67, 494.5, 989)  # NVIDIA H100 datasheet, H100 SXM: 67, 989 and 1,979 with sparsity
+_H100_PCIE = Rates(51, 378, 756)  # NVIDIA H100 PCIe datasheet: 51, 756 and 1,513 with sparsity
+_H100_NVL = Rates(60, 417.5, 835.5)  # NVIDIA H100 datasheet, H100 NVL: 60, 835 and 1,671 with sparsity
+_H200_SXM = Rates(67, 494.5, 989)  # NVIDIA H200 datasheet, H200 SXM: 67, 989 and 1,979 with sparsity
+_H200_NVL = Rates(60, 417.5, 835.5)  # NVIDIA H200 datasheet, H200 NVL: 60, 835 and 1,671 with sparsity
+_B200 = Rates(75, 1125, 2250)  # NVIDIA HGX B200 datasheet: 600, 18,000 and 36,000 with sparsity for 8 GPUs
+_L4 = Rates(30.3, 60, 121)  # NVIDIA L4 datasheet: 30.3, 120 and 242 with sparsity
+_L40S = Rates(91.6, 183, 362)  # NVIDIA L40S datasheet
+_RTX_4090 = Rates(82.6, 82.6, 165.2)  # NVIDIA Ada GPU architecture whitepaper, appendix A
+_RTX_5090 = Rates(104.8, 104.8, 209.5)  # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
+_MI300X = Rates(163.4, 653.7, 1307.4)  # AMD Instinct MI300X datasheet; matrix cores in fp32 too
+
+_RATES = {
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "A100-SXM4-40GB": _A100,  # drivers before R470 leave the vendor out
+    "A100-SXM4-80GB": _A100,
+    "A100-PCIE-40GB": _A100,
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H100 NVL": _H100_NVL,
+    "NVIDIA H200": _H200_SXM,
+    "NVIDIA H200 NVL": _H200_NVL,
+    "NVIDIA B200": _B200,
+    "NVIDIA L4": _L4,
+    "NVIDIA L40S": _L40S,
+    "NVIDIA GeForce RTX 4090": _RTX_4090,
+    "NVIDIA GeForce RTX 5090": _RTX_5090,
+    "AMD Instinct MI300X": _MI300X,
+}
+
+
+def table_tflops(gpu: str, dtype: str) -> float | None:
+    """Dense peak in TFLOP/s of the GPU with this name; None if the table lacks it.
+
+    Args:
+        gpu: as `torch.cuda.get_device_name()` has it.
+        dtype: of the factors: "fp32", "tf32", "bf16" or "fp16".
+    """
+    rates = _RATES.get(gpu)
+    if rates is None:
+        return None
+    return {"fp32": rates.fp32, "tf32": rates.tf32, "bf16": rates.half, "fp16": rates.half}[dtype]
+
+
+def matmul_dtype(precision: str) -> str:
+    """What the products of a run of this Lightning precision are computed from; TF32 where PyTorch may use it."""
+    if precision.startswith("bf16"):
+        return "bf16"
+    # `allow_tf32` raises where the user has set this newer setting, which knows of both.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+
+
+def find_peak(gpu: str | None, precision: str, configured: float | None) -> Peak:
+    """The peak of a run.
+
+    Args:
+        gpu: the GPU's name; None on a CPU, which has no peak in the table.
+        precision: Lightning's, decided: "32-true", "bf16-mixed" or "bf16-true".
+        configured: `trainer.peak_tflops`, which wins.
+    """
+    if configured is not None:
+        return Peak(configured, "config")
+    tflops = None if gpu is None else table_tflops(gpu, matmul_dtype(precision))
+    return Peak(tflops, None if tflops is None else "table")

@@ -1,0 +1,84 @@
+"""Peaks: of exactly the cards they belong to, in the type that a run multiplies in."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedmlp.training import peaks
+from fusedmlp.training.peaks import Peak, find_peak, matmul_dtype, table_tflops
+
+
+@pytest.mark.parametrize(
+    ("gpu", "bf16"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
+def test_the_common_cards(gpu, bf16):
+    assert find_peak(gpu, "bf16-mixed", None) == find_peak(gpu, "bf16-true", None) == Peak(bf16, "table")
+    assert table_tflops(gpu, "fp16") == bf16
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 D",
+        "NVIDIA GeForce RTX 5090 Laptop GPU",
+        "NVIDIA L40",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H800",
+        "NVIDIA H20",
+        "NVIDIA GB200",
+        "NVIDIA A100-SXM-64GB",
+        "AMD Instinct MI300A",
+        "AMD Instinct MI300X VF",
+        "",
+    ],
+)
+def test_cards_that_only_look_like_them_have_none(gpu):
+    assert find_peak(gpu, "bf16-mixed", None) == Peak(None, None)
+
+
+def test_tensor_cores_halve_their_rate_from_half_precision_to_tf32():
+    """Holds for every card here; a rate with sparsity, which is twice as high, in one column would break it."""
+    for rates in peaks._RATES.values():
+        assert rates.half / rates.tf32 == pytest.approx(2, rel=0.02)
+        assert rates.fp32 <= rates.tf32
+
+
+@pytest.mark.parametrize(("allowed", "dtype", "tflops"), [("ieee", "fp32", 67), ("tf32", "tf32", 494.5)])
+def test_fp32_is_tf32_where_pytorch_may_use_it(monkeypatch, allowed, dtype, tflops):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=allowed))
+    assert matmul_dtype("32-true") == dtype
+    assert find_peak("NVIDIA H200", "32-true", None) == Peak(tflops, "table")
+    assert matmul_dtype("bf16-mixed") == "bf16"
+
+
+def test_tf32_is_off_unless_it_is_allowed():
+    assert matmul_dtype("32-true") == "fp32"
+
+
+def test_the_config_wins_on_any_device():
+    for gpu in ("NVIDIA H200", "a GPU of tomorrow", None):
+        assert find_peak(gpu, "bf16-mixed", 123.0) == Peak(123.0, "config")
+
+
+def test_a_cpu_has_no_peak():
+    assert find_peak(None, "32-true", None) == Peak(None, None)
