@@ -74,12 +74,12 @@ class Checkpoints(Callback):
         step, every = trainer.global_step, self.options.checkpoint_every
         stopped = self.stop.received
         if stopped is not None or step == self.options.max_steps or (every > 0 and step % every == 0):
+            self.monitor.clock.pause()
             self.monitor.settle(step, task)
             if self.options.checkpoint:
-                self.monitor.clock.pause()
                 trainer.save_checkpoint(self.path, weights_only=False)
                 self.written = self.path
-                self.monitor.clock.resume()
+            self.monitor.clock.resume()
         if stopped is not None:
             raise Interrupted(stopped)
 

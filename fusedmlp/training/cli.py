@@ -18,6 +18,7 @@ from fusedmlp.errors import UserError
 from fusedmlp.training.failures import EXIT_FAILED, Ending
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.options import by_closeness
+from fusedmlp.training.progress import utilization
 from fusedmlp.training.result import Result
 
 EXIT_USAGE = 2
@@ -143,6 +144,9 @@ def _outcome(fields: dict[str, Any]) -> list[str]:
             f"(p10 {speed['step_ms_p10']:.2f}, p90 {speed['step_ms_p90']:.2f})"
             + (f", peak {memory:.2f} GiB" if memory else "")
         )
+        waited = f"{speed['data_wait_percent']:.1f} % of the time waiting for data"
+        rate = speed["tflops_per_s"]
+        lines.append(waited if rate is None else f"{utilization(rate, speed['mfu_percent'])}, {waited}")
     return lines
 
 

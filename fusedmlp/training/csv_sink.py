@@ -11,9 +11,12 @@ COLUMNS = (
     "lr",
     "val/loss",  # nats per token
     "time/step_ms",  # median since the row before
+    "time/data_wait_percent",  # of the steps' time, in which the next batch was waited for
     "throughput/samples_per_s",
     "throughput/tokens_per_s",  # tokens that the loss is taken over
-    "memory/peak_gib",
+    "throughput/tflops_per_s",  # by the model's analytic count, the same for every impl
+    "throughput/mfu_percent",  # of the device's dense peak; empty where that is not known
+    "memory/peak_gib",  # allocated on the GPU; on a CPU, resident in the process
 )
 
 

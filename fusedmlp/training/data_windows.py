@@ -5,7 +5,7 @@ B windows per rank and micro-batch, T tokens per window, N tokens in a split, R 
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,13 +129,25 @@ class BatchLoader:
     """Iterates a dataset of ready batches through a DataLoader, starting workers on first use.
 
     It is not a DataLoader itself, because Lightning would advise more workers for batches that cost microseconds.
+
+    Attributes:
+        on_fetch: called whenever the batch after the first is asked for, so that the wait for it can be timed.
     """
 
     def __init__(self, batches: IterableDataset, num_workers: int, pin_memory: bool) -> None:
         self.batches, self.num_workers, self.pin_memory = batches, num_workers, pin_memory
+        self.on_fetch: Callable[[], None] = _unobserved
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from DataLoader(self.batches, batch_size=None, num_workers=self.num_workers, pin_memory=self.pin_memory)
+        for batch in DataLoader(
+            self.batches, batch_size=None, num_workers=self.num_workers, pin_memory=self.pin_memory
+        ):
+            yield batch
+            self.on_fetch()
+
+
+def _unobserved() -> None:
+    pass
 
 
 class ValLoader(BatchLoader):

@@ -1,5 +1,6 @@
 """Where a run happened: versions, hardware, commit, and how long the process had been up."""
 
+import functools
 import os
 import platform
 import re
@@ -47,6 +48,12 @@ def process_age_s() -> float | None:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, AttributeError, ValueError, IndexError):
         return None
+
+
+@functools.cache
+def import_s() -> float | None:
+    """Seconds from the start of the process to its first run: interpreter, imports, command line."""
+    return process_age_s()
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from fusedmlp.training import environment
 from fusedmlp.training.metrics import Reading
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.task import LanguageModelTask
-from fusedmlp.training.throughput import Step, StepClock, Throughput, milliseconds, summarize
+from fusedmlp.training.throughput import Cost, Durations, Step, StepClock, Throughput, summarize
 
 Row = dict[str, float]
 
@@ -49,17 +50,20 @@ class Pending:
 class Monitor(Callback):
     """Requests, completes and writes the rows; stops the run when a value is not finite.
 
+    Args:
+        sinks: what the rows are written to.
+        cost: of a sample, and the peak rate that MFU is taken against.
     Attributes:
         last: the most recent value of every metric.
         started: when the loop began, by `time.perf_counter`; None before.
     """
 
-    def __init__(self, options: TrainerOptions, sinks: Sequence[Sink]):
-        self.options, self.sinks = options, sinks
+    def __init__(self, options: TrainerOptions, sinks: Sequence[Sink], cost: Cost):
+        self.options, self.sinks, self.cost = options, sinks, cost
         self.last: Row = {}
         self.started: float | None = None
         self._pending: deque[Pending] = deque()
-        self._step_ms: list[float] = []
+        self._durations = Durations()
         self._samples = self._tokens = 0
         self._per_step = (0, 0)
 
@@ -67,8 +71,14 @@ class Monitor(Callback):
         self.clock = StepClock(task.device)
         if task.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(task.device)
+        # The first batch is there already. Of the others, a wait lasts from here until the step has them on its device.
+        loader: Any = trainer.train_dataloader
+        loader.on_fetch = self.clock.ask
         self.started = time.perf_counter()
         self.clock.resume()
+
+    def on_train_batch_start(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
+        self.clock.receive()
 
     def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
         if not task.step_done:
@@ -91,8 +101,9 @@ class Monitor(Callback):
     def _request(self, step: int, task: LanguageModelTask) -> None:
         assert self.started is not None
         row = {"step": step, "lr": task.learning_rate, "time/elapsed_s": time.perf_counter() - self.started}
-        if task.device.type == "cuda":
-            row["memory/peak_gib"] = torch.cuda.max_memory_allocated(task.device) / 2**30
+        peak_memory = environment.peak_memory_gib(task.device)
+        if peak_memory is not None:
+            row["memory/peak_gib"] = peak_memory
         samples, tokens = task.samples - self._samples, task.tokens - self._tokens
         self._samples, self._tokens = task.samples, task.tokens
         self._pending.append(Pending(row, task.train_metrics.read(), self.clock.take(), samples, tokens))
@@ -116,12 +127,7 @@ class Monitor(Callback):
         means = pending.reading.means()
         row = pending.row | means
         if pending.steps:
-            step_ms = milliseconds(pending.steps)
-            self._step_ms += step_ms
-            self._per_step = (pending.samples // len(step_ms), pending.tokens // len(step_ms))
-            row["time/step_ms"] = statistics.median(step_ms)
-            row["throughput/samples_per_s"] = pending.samples / sum(step_ms) * 1e3
-            row["throughput/tokens_per_s"] = pending.tokens / sum(step_ms) * 1e3
+            row |= self._speed(pending)
         self.last |= row
         for sink in self.sinks:
             sink.write(row)
@@ -129,6 +135,23 @@ class Monitor(Callback):
         if bad:
             raise Diverged(f"{' and '.join(bad)} at step {row['step']:.0f}")
 
+    def _speed(self, pending: Pending) -> Row:
+        """Speed in the interval: rates from all its steps, what is not known left out."""
+        durations = Durations.of(pending.steps)
+        self._durations.extend(durations)
+        steps, seconds = len(pending.steps), sum(durations.step_ms) / 1e3
+        self._per_step = (pending.samples // steps, pending.tokens // steps)
+        samples_per_s = pending.samples / seconds
+        speed: dict[str, float | None] = {
+            "time/step_ms": statistics.median(durations.step_ms),
+            "time/data_wait_percent": durations.data_wait_percent,
+            "throughput/samples_per_s": samples_per_s,
+            "throughput/tokens_per_s": pending.tokens / seconds,
+            "throughput/tflops_per_s": self.cost.tflops_per_s(samples_per_s),
+            "throughput/mfu_percent": self.cost.mfu_percent(samples_per_s),
+        }
+        return {name: value for name, value in speed.items() if value is not None}
+
     def throughput(self) -> Throughput | None:
         """Speed over the steps whose rows were written; None below two steps."""
-        return summarize(self._step_ms, *self._per_step)
+        return summarize(self._durations, *self._per_step, self.cost)

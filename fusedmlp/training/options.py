@@ -40,6 +40,7 @@ class TrainerOptions:
     checkpoint_every: int
     accelerator: str
     devices: int
+    peak_tflops: float | None
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "accumulate", "log_every"):
@@ -56,6 +57,8 @@ class TrainerOptions:
             require(f"trainer.{name}", getattr(self, name), 0 <= getattr(self, name) < 1, "a number from 0 to below 1")
         require("trainer.max_grad_norm", self.max_grad_norm, self.max_grad_norm is None or self.max_grad_norm > 0,
                 "a number above 0, or null for no clipping")  # fmt: skip
+        require("trainer.peak_tflops", self.peak_tflops, self.peak_tflops is None or self.peak_tflops > 0,
+                "a number above 0, in TFLOP/s, or null for the peak that is known of the GPU")  # fmt: skip
         if self.precision in ("16-mixed", "fp16-mixed", "16", "16-true", "fp16-true"):
             raise UserError(
                 f"trainer.precision={self.precision} is not offered: fp16 needs a GradScaler, which reads a value from "

@@ -49,6 +49,8 @@ class _Status:
             parts.append(f"loss {row['train/loss']:.3f}")
         if "throughput/tokens_per_s" in row:
             parts += [f"{row['throughput/tokens_per_s']:,.0f} tokens/s", f"{row['time/step_ms']:.1f} ms/step"]
+        if "throughput/tflops_per_s" in row:
+            parts.append(utilization(row["throughput/tflops_per_s"], row.get("throughput/mfu_percent")))
         if self.step > self.first_step:
             per_step = (time.monotonic() - self.started) / (self.step - self.first_step)
             parts.append(f"{_clock(per_step * (self.max_steps - self.step))} left")
@@ -119,6 +121,12 @@ class LiveProgress:
             self._draw()
             self._live.stop()
             self._live = None
+
+
+def utilization(tflops_per_s: float, mfu_percent: float | None) -> str:
+    """The rate, with three digits however small, and the MFU where it is known."""
+    rate = f"{tflops_per_s:,.0f}" if tflops_per_s >= 100 else f"{tflops_per_s:.3g}"
+    return f"{rate} TFLOP/s" + ("" if mfu_percent is None else f" ({mfu_percent:.1f} % MFU)")
 
 
 def _validation(row: dict[str, float]) -> str:

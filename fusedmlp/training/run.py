@@ -22,10 +22,12 @@ from fusedmlp.training.interrupt import StopRequests
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.options import LoggerOptions, ProfileOptions, TrainerOptions, build, require
+from fusedmlp.training.peaks import find_peak
 from fusedmlp.training.progress import make_progress
 from fusedmlp.training.result import Result, claim_folder
 from fusedmlp.training.task import LanguageModelTask
-from fusedmlp.training.trainer import choose_device, make_trainer, model_identity, resolve_impl
+from fusedmlp.training.throughput import Cost
+from fusedmlp.training.trainer import choose_device, choose_precision, make_trainer, model_identity, resolve_impl
 from fusedmlp.training.wandb_sink import WandbSink
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class Run:
         self.monitor: Monitor | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
         self.trainer: Trainer | None = None
-        self.seconds: dict[str, float | None] = {"import": environment.process_age_s()}
+        self.seconds: dict[str, float | None] = {"import": environment.import_s()}
         self.result = Result(
             folder,
             command=shlex.join(["python", *sys.argv]),
@@ -105,12 +107,13 @@ class Run:
         seed = self.config["seed"]
         require("seed", seed, type(seed) is int and 0 <= seed < 2**32, "an integer from 0 to 4294967295")
         data = self._build_data()
-        task = LanguageModelTask(self._build_model(data.vocab_size), options)
+        model = self._build_model(data.vocab_size)
+        task = LanguageModelTask(model, options)
         resume_from, first_step = self._resume(options)
         self.progress.say(self._headline(data.num_train_tokens))
 
         identity = model_identity(self.config["model"])
-        self.monitor = Monitor(options, [self.csv, self.wandb, self.progress])
+        self.monitor = Monitor(options, [self.csv, self.wandb, self.progress], self._cost(model, options))
         self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.stop, identity)
         self.trainer = make_trainer(options, self.device, self.folder, [self.monitor, self.checkpoints])
         self.progress.begin(first_step, options.max_steps)
@@ -140,6 +143,19 @@ class Run:
         count = sum(parameter.numel() for parameter in model.parameters())
         self.result.write(model=str(section["_target_"]).rpartition(".")[2], num_params=count)
         return model
+
+    def _cost(self, model: nn.Module, options: TrainerOptions) -> Cost:
+        """FLOPs of a sample and the peak rate, with one warning for a GPU whose peak is not known."""
+        gpu = self.result.fields["environment"]["gpu"]
+        precision = choose_precision(options.precision, self.device)
+        peak = find_peak(gpu, precision, options.peak_tflops)
+        if gpu is not None and peak.tflops is None:
+            warning = f"no peak rate is known of {gpu}, so MFU is left out; give it with trainer.peak_tflops"
+            log.warning(warning)
+            self.progress.say(f"warning: {warning}")
+        # A model of the user's own may do without.
+        count = getattr(model, "flops_per_sample", None)
+        return Cost(None if count is None else count(), peak)
 
     def _resume(self, options: TrainerOptions) -> tuple[Path | None, int]:
         if self.config["resume"] is None:
@@ -175,9 +191,17 @@ class Run:
         self.seconds["total"] = time.perf_counter() - self.began
         self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint, seconds=self.seconds)
         if self.wandb is not None:
-            names = ("status", "reason", "impl_resolved", "num_params", "final_val_loss")
-            self.wandb.finish({name: self.result.fields.get(name) for name in names}, ending.exit_code)
+            self.wandb.finish(self._summary(), ending.exit_code)
             self.result.write(wandb=self.wandb.folder)
+
+    def _summary(self) -> dict[str, Any]:
+        """The result in W&B's summary, beside the last value of every metric."""
+        fields = self.result.fields
+        summary = {
+            name: fields.get(name) for name in ("status", "reason", "impl_resolved", "num_params", "final_val_loss")
+        }
+        summary |= {f"steady/{name}": value for name, value in (fields.get("throughput") or {}).items()}
+        return summary | {f"seconds/{name}": value for name, value in self.seconds.items()}
 
     def _collect(self, monitor: Monitor) -> None:
         """Takes the numbers of the loop, however it ended."""
@@ -190,8 +214,16 @@ class Run:
         assert self.checkpoints is not None
         assert monitor.started is not None
         throughput = monitor.throughput()
-        warmup = throughput.warmup_s if throughput else None
-        self.seconds |= {"warmup": warmup, "train": time.perf_counter() - monitor.started - (warmup or 0.0)}
+        first_steps, warmup = (throughput.first_steps_s, throughput.warmup_s) if throughput else (None, None)
+        self.seconds |= {
+            # W&B, model, device, checkpoint: all but the data until the loop begins
+            "setup": monitor.started - self.began - (self.seconds["data"] or 0.0),
+            # what the first steps take beyond the others: compilation, autotuning, building an extension, caches
+            "first_steps": first_steps,
+            "warmup": warmup,
+            # the steady steps, validation and checkpoints
+            "train": time.perf_counter() - monitor.started - (first_steps or 0.0) - (warmup or 0.0),
+        }
         self.result.write(
             steps=self.trainer.global_step,
             final_train_loss=monitor.last.get("train/loss"),

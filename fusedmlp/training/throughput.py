@@ -1,17 +1,24 @@
-"""How long the steps took: CUDA events on a GPU, the host's clock on a CPU, read when the metrics are."""
+"""How long the steps took and what was done in them: CUDA events on a GPU, the host's clock on a CPU.
+
+The marks are set while the steps run and read when the metrics are, so that nobody waits for them.
+"""
 
 import statistics
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+
+from fusedmlp.training.peaks import Peak
 
 MAX_WARMUP_STEPS = 10
 
 
 class HostEvent:
     """A point in time by the host's clock, with the interface of `torch.cuda.Event`."""
+
+    __slots__ = ("_time",)
 
     def record(self) -> None:
         self._time = time.perf_counter()
@@ -21,11 +28,18 @@ class HostEvent:
         return (end_event._time - self._time) * 1e3
 
 
-Step = tuple[Any, Any]  # begin and end, both CUDA events or both HostEvents
+Span = tuple[Any, Any]  # begin and end, both CUDA events or both HostEvents
+
+
+class Step(NamedTuple):
+    """An optimizer step: when it began and ended, and when it waited for a batch, once per micro-batch."""
+
+    span: Span
+    waits: list[Span]
 
 
 class StepClock:
-    """Marks the ends of optimizer steps; the durations are asked for later, when the device has passed the marks.
+    """Marks steps and the waits for batches in them; durations are asked for once the device has passed the marks.
 
     Time between `pause` and the next `resume` (validation, a checkpoint) belongs to no step.
     """
@@ -33,6 +47,8 @@ class StepClock:
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._last: Any = None
+        self._asked: Any = None
+        self._waits: list[Span] = []
         self._steps: list[Step] = []
 
     def _mark(self) -> Any:
@@ -45,54 +61,133 @@ class StepClock:
         if self._last is None:
             self._last = self._mark()
 
+    def ask(self) -> None:
+        """The next batch is asked for."""
+        self._asked = self._mark()
+
+    def receive(self) -> None:
+        """The batch is there, on the device; without an `ask` before (it was fetched ahead) nobody waited for it."""
+        if self._asked is not None:
+            self._waits.append((self._asked, self._mark()))
+            self._asked = None
+
     def tick(self) -> None:
         """A step ends here, and the next one begins."""
         now = self._mark()
         if self._last is not None:
-            self._steps.append((self._last, now))
-        self._last = now
+            self._steps.append(Step((self._last, now), self._waits))
+        self._last, self._waits = now, []
 
     def pause(self) -> None:
         self._last = None
 
     def take(self) -> list[Step]:
-        """Begin and end of the steps since the last call; for `milliseconds`."""
+        """The steps since the last call; for `Durations.of`."""
         steps, self._steps = self._steps, []
         return steps
 
 
-def milliseconds(steps: list[Step]) -> list[float]:
-    """Duration of each step. On a GPU its marks must have been passed, or CUDA raises RuntimeError."""
-    return [begin.elapsed_time(end) for begin, end in steps]
+@dataclass
+class Durations:
+    """Milliseconds of each step, and of the waiting for data in it."""
+
+    step_ms: list[float] = field(default_factory=list)
+    wait_ms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, steps: list[Step]) -> "Durations":
+        """Reads the marks. On a GPU they must have been passed, or CUDA raises RuntimeError."""
+        return cls(
+            [_milliseconds(step.span) for step in steps], [sum(map(_milliseconds, step.waits)) for step in steps]
+        )
+
+    def extend(self, others: "Durations") -> None:
+        self.step_ms += others.step_ms
+        self.wait_ms += others.wait_ms
+
+    @property
+    def data_wait_percent(self) -> float:
+        """Share of the steps' time in which the next batch was waited for."""
+        return 100 * sum(self.wait_ms) / sum(self.step_ms)
+
+
+def _milliseconds(span: Span) -> float:
+    begin, end = span
+    return begin.elapsed_time(end)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What turns samples per second into TFLOP/s and MFU.
+
+    Args:
+        flops_per_sample: of the model, forward and backward; None if the model does not say.
+        peak: what MFU is taken against.
+    """
+
+    flops_per_sample: int | None = None
+    peak: Peak = field(default_factory=Peak)
+
+    def tflops_per_s(self, samples_per_s: float) -> float | None:
+        return None if self.flops_per_sample is None else self.flops_per_sample * samples_per_s / 1e12
+
+    def mfu_percent(self, samples_per_s: float) -> float | None:
+        """Model FLOPs utilization: share of the peak that the model's FLOPs make up; None if one of them is unknown."""
+        rate = self.tflops_per_s(samples_per_s)
+        return None if rate is None or self.peak.tflops is None else 100 * rate / self.peak.tflops
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed over the steady window: all steps but the first ones, which compile, autotune and fill caches."""
+    """Speed over the steady window: all steps but the first ones, which compile, autotune and fill caches.
+
+    The time of those is in two parts: `warmup_s` at the pace of the steady median, `first_steps_s` what they took
+    beyond it.
+    """
 
     step_ms_median: float
     step_ms_p10: float
     step_ms_p90: float
     samples_per_s: float
     tokens_per_s: float
+    tflops_per_s: float | None
+    mfu_percent: float | None
+    data_wait_percent: float
+    flops_per_sample: int | None
+    peak_tflops: float | None
+    peak_source: str | None
     steady_steps: int
+    warmup_steps: int
     warmup_s: float
+    first_steps_s: float
 
 
-def summarize(step_ms: list[float], samples_per_step: int, tokens_per_step: int) -> Throughput | None:
-    """Throughput of a run from the durations of its steps in order; None below 2, which leave no steady window."""
-    if len(step_ms) < 2:
+def summarize(durations: Durations, samples_per_step: int, tokens_per_step: int, cost: Cost) -> Throughput | None:
+    """Throughput of a run from its steps in order; None below 2, which leave no steady window."""
+    count = len(durations.step_ms)
+    if count < 2:
         return None
-    warmup = max(1, min(MAX_WARMUP_STEPS, len(step_ms) // 5))
-    steady = step_ms[warmup:]
-    seconds = sum(steady) / 1e3
-    deciles = statistics.quantiles(steady, n=10, method="inclusive") if len(steady) > 1 else steady * 9
+    warmup = max(1, min(MAX_WARMUP_STEPS, count // 5))
+    first_ms = sum(durations.step_ms[:warmup])
+    steady = Durations(durations.step_ms[warmup:], durations.wait_ms[warmup:])
+    steps_per_s = len(steady.step_ms) / sum(steady.step_ms) * 1e3
+    median = statistics.median(steady.step_ms)
+    warmup_ms = min(warmup * median, first_ms)
+    deciles = statistics.quantiles(steady.step_ms, n=10, method="inclusive") if count - warmup > 1 else [median] * 9
     return Throughput(
-        step_ms_median=statistics.median(steady),
+        step_ms_median=median,
         step_ms_p10=deciles[0],
         step_ms_p90=deciles[8],
-        samples_per_s=len(steady) * samples_per_step / seconds,
-        tokens_per_s=len(steady) * tokens_per_step / seconds,
-        steady_steps=len(steady),
-        warmup_s=sum(step_ms[:warmup]) / 1e3,
+        samples_per_s=steps_per_s * samples_per_step,
+        tokens_per_s=steps_per_s * tokens_per_step,
+        tflops_per_s=cost.tflops_per_s(steps_per_s * samples_per_step),
+        mfu_percent=cost.mfu_percent(steps_per_s * samples_per_step),
+        data_wait_percent=steady.data_wait_percent,
+        flops_per_sample=cost.flops_per_sample,
+        peak_tflops=cost.peak.tflops,
+        peak_source=cost.peak.source,
+        steady_steps=count - warmup,
+        warmup_steps=warmup,
+        warmup_s=warmup_ms / 1e3,
+        first_steps_s=(first_ms - warmup_ms) / 1e3,
     )

@@ -91,3 +91,23 @@ def test_next_steps_keep_the_overrides_but_the_one_they_change(tmp_path):
     assert "python train.py impl=compiled dim=64 'data.files=[a b.txt]'" in lines[0]
     assert "python train.py -m impl=compiled,manual,native dim=64" in lines[1] or "triton" in lines[1]
     assert f"resume={tmp_path} trainer.max_steps=10 impl=native dim=64" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("rate", "mfu", "line"),
+    [
+        (412.3, 41.69, "412 TFLOP/s (41.7 % MFU), 0.5 % of the time waiting for data"),
+        (0.5, None, "0.5 TFLOP/s, 0.5 % of the time waiting for data"),
+        (None, None, "0.5 % of the time waiting for data"),
+    ],
+)
+def test_the_last_lines_tell_what_is_known_of_the_speed(tmp_path, rate, mfu, line):
+    speed = {"tokens_per_s": 1234.5, "step_ms_median": 2.0, "step_ms_p10": 1.5, "step_ms_p90": 2.5}
+    speed |= {"tflops_per_s": rate, "mfu_percent": mfu, "data_wait_percent": 0.5}
+    result = Result(
+        tmp_path, status="completed", impl="native", dim=64, group="g", overrides=[], throughput=speed,
+        peak_memory_gib=1.5,
+    )  # fmt: skip
+    lines = last_lines(result)
+    assert "1,234 tokens/s, 2.00 ms/step (p10 1.50, p90 2.50), peak 1.50 GiB" in lines
+    assert line in lines

@@ -69,6 +69,17 @@ def test_every_precision_learns_the_same(tmp_path, precision):
     assert 0 < found["peak_memory_gib"] < 1
 
 
+def test_speed_and_its_share_of_the_peak(tmp_path):
+    train(tmp_path / "run", *ON_GPU, "dim=1024", "data.batch_size=1024", "trainer.max_steps=60", "trainer.log_every=20",
+          "trainer.accumulate=2")  # fmt: skip
+    found = result(tmp_path / "run")["throughput"]
+    assert found["tflops_per_s"] == pytest.approx(found["samples_per_s"] * found["flops_per_sample"] / 1e12)
+    assert 0 < found["data_wait_percent"] < 100
+    if found["peak_tflops"] is not None:
+        assert 0 < found["mfu_percent"] < 100
+        assert found["peak_source"] == "table"
+
+
 def test_resume_on_the_gpu(tmp_path):
     # A constant learning rate, so that the curve does not depend on max_steps.
     settings = (*ON_GPU, "trainer.checkpoint=true", "trainer.warmup_steps=0", "trainer.min_learning_rate=1e-3")

@@ -45,6 +45,8 @@ def test_the_configs_hold_every_option_and_nothing_else():
         ({"precision": "16-mixed"}, ("trainer.precision=16-mixed", "GradScaler", "every step")),
         ({"accelerator": "tpu"}, ("trainer.accelerator=tpu", "gpu", "cpu", "auto")),
         ({"devices": 2}, ("trainer.devices=2", "1")),
+        ({"peak_tflops": 0}, ("trainer.peak_tflops=0", "above 0", "null")),
+        ({"peak_tflops": "H200"}, ("trainer.peak_tflops=H200", "a number or null")),
         ({"max_stps": 3}, ("trainer.max_stps", "no such key", "max_steps", "accumulate")),
     ],
 )

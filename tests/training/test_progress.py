@@ -34,6 +34,23 @@ def test_a_pipe_gets_a_line_per_row(now, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("tflops", "mfu", "text"),
+    [
+        (412.34, 41.69, "412 TFLOP/s (41.7 % MFU)"),
+        (1234.5, None, "1,234 TFLOP/s"),
+        (9.876, 0.04, "9.88 TFLOP/s (0.0 % MFU)"),
+        (0.01234, None, "0.0123 TFLOP/s"),
+    ],
+)
+def test_utilization_is_shown_where_it_is_known(now, capsys, tflops, mfu, text):
+    shown = PlainProgress()
+    shown.begin(0, 1000)
+    row = ROW | {"throughput/tflops_per_s": tflops} | ({} if mfu is None else {"throughput/mfu_percent": mfu})
+    shown.write(row)
+    assert f"3.2 ms/step   {text}   " in capsys.readouterr().out
+
+
 def test_time_left_after_a_resume_counts_the_steps_of_this_run(now, capsys):
     shown = PlainProgress()
     shown.begin(900, 1000)

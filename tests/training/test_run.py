@@ -40,7 +40,10 @@ def test_a_run_records_itself(tmp_path):
     assert found["throughput"]["steady_steps"] == 7
     assert found["throughput"]["samples_per_s"] == pytest.approx(found["throughput"]["tokens_per_s"])
     assert 0 < found["throughput"]["step_ms_p10"] <= found["throughput"]["step_ms_median"]
-    assert set(found["seconds"]) == {"import", "data", "warmup", "train", "total"}
+    seconds = found["seconds"]
+    assert list(seconds) == ["import", "data", "setup", "first_steps", "warmup", "train", "total"]
+    parts = sum(seconds[name] for name in ("data", "setup", "first_steps", "warmup", "train"))
+    assert 0 < parts <= seconds["total"]
     assert found["environment"]["torch"] == torch.__version__
     assert "impl_resolved: " not in (folder / "config.yaml").read_text()
 

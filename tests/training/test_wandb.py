@@ -47,6 +47,10 @@ def test_metrics_and_config_can_be_read_from_the_offline_file(two_runs):
     assert found["summary"]["train/loss"] == float(last["train/loss"])
     assert found["summary"]["val/loss"] == result(two_runs / "good")["final_val_loss"]
     assert found["summary"]["status"] == "completed"
+    assert found["summary"]["throughput/tflops_per_s"] == float(rows(two_runs / "good")[-2]["throughput/tflops_per_s"])
+    recorded = result(two_runs / "good")
+    assert found["summary"]["steady/tflops_per_s"] == recorded["throughput"]["tflops_per_s"]
+    assert found["summary"]["seconds/first_steps"] == recorded["seconds"]["first_steps"]
     assert result(two_runs / "good")["wandb"] == str(next((two_runs / "good" / "wandb").glob("offline-run-*")))
 
 

@@ -1,0 +1,164 @@
+"""The speed that a run reports, in a time set by hand: what is not a step does not change it."""
+
+import pytest
+import torch
+from training.runs import fits, result, rows, train
+
+from fusedmlp.models import MLPLanguageModel
+from fusedmlp.training import data_windows, environment
+from fusedmlp.training.checkpoint import Checkpoints
+from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.task import LanguageModelTask
+from fusedmlp.training.throughput import HostEvent
+
+pytestmark = fits
+
+# A batch of 8 takes 2 ms to fetch and 8 ms to train on.
+FETCH_MS, TRAIN_MS = 0.25, 1.0
+STEADY = {
+    "step_ms_median": 10.0,
+    "step_ms_p10": 10.0,
+    "step_ms_p90": 10.0,
+    "samples_per_s": 800.0,
+    "tokens_per_s": 800.0,
+    "data_wait_percent": 20.0,
+    "tflops_per_s": 800 * 6 * (2 * 32**2 + 32 * 256) / 1e12,
+}
+ROW = {
+    "time/step_ms": 10.0,
+    "time/data_wait_percent": 20.0,
+    "throughput/samples_per_s": 800.0,
+    "throughput/tokens_per_s": 800.0,
+    "throughput/tflops_per_s": STEADY["tflops_per_s"],
+}
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time of the marks, in ms: batches and micro-batches take theirs, validation and checkpoints an hour each."""
+    now = [0.0]
+
+    def takes(owner, name, ms, condition=lambda *_: True):
+        function = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            done = function(*args, **kwargs)
+            now[0] += ms(*args) if condition(*args) else 0.0
+            return done
+
+        monkeypatch.setattr(owner, name, timed)
+
+    hour = lambda *_: 3.6e6  # noqa: E731 - a duration like the others
+    monkeypatch.setattr(HostEvent, "record", lambda self: setattr(self, "_time", now[0] / 1e3))
+    takes(data_windows, "gather", lambda tokens, starts, seq_len: FETCH_MS * len(starts))
+    takes(LanguageModelTask, "training_step", lambda self, batch, index: TRAIN_MS * len(batch[0]))
+    takes(LanguageModelTask, "validation_step", hour)
+    takes(Checkpoints, "on_save_checkpoint", hour)
+    takes(Checkpoints, "on_load_checkpoint", hour)
+    takes(Monitor, "settle", hour)
+    return now
+
+
+def assert_steady(folder, first_step: int = 1):
+    """Rows from `first_step` on, and the result, are those of steps of 8 + 2 ms."""
+    found = result(folder)["throughput"]
+    assert {name: found[name] for name in STEADY} == pytest.approx(STEADY)
+    for row in rows(folder):
+        if row["train/loss"] and int(row["step"]) >= first_step:
+            assert {name: float(row[name]) for name in ROW} == pytest.approx(ROW), row
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_accumulation_changes_nothing(tmp_path, now, accumulate):
+    settings = ("trainer.max_steps=8", "trainer.log_every=2", "trainer.checkpoint=false")
+    train(tmp_path / "run", *settings, f"trainer.accumulate={accumulate}", f"data.batch_size={8 // accumulate}")
+    assert_steady(tmp_path / "run")
+
+
+@pytest.mark.parametrize("checkpoint", ["true", "false"])
+def test_validation_and_checkpoints_belong_to_no_step(tmp_path, now, checkpoint):
+    train(
+        tmp_path / "run", "trainer.max_steps=12", "trainer.log_every=4", "trainer.val_every=3",
+        "trainer.checkpoint_every=5", f"trainer.checkpoint={checkpoint}",
+    )  # fmt: skip
+    assert now[0] > 3.6e6
+    assert_steady(tmp_path / "run")
+
+
+def test_the_first_interval_after_a_resume_is_as_fast_as_the_others(tmp_path, now):
+    settings = ("trainer.log_every=3", "trainer.val_every=2", "trainer.accumulate=2", "data.batch_size=4")
+    train(tmp_path / "first", *settings, "trainer.max_steps=4")
+    train(tmp_path / "second", *settings, "trainer.max_steps=10", f"resume={tmp_path / 'first'}")
+    assert_steady(tmp_path / "second")
+
+
+def test_a_second_fit_in_the_process(tmp_path, now):
+    for name in ("one", "two"):
+        train(tmp_path / name, "trainer.max_steps=8", "trainer.log_every=2")
+        now[0] += 3.6e6
+    one, two = (result(tmp_path / name) for name in ("one", "two"))
+    assert one["throughput"] == pytest.approx(two["throughput"])
+    assert one["seconds"]["import"] == two["seconds"]["import"], "the process has started once"
+
+
+def test_seconds_apart(tmp_path, now, monkeypatch):
+    """The first step compiles for 5 s."""
+    step = LanguageModelTask.training_step
+
+    def compiling(self, batch, index):
+        step(self, batch, index)
+        now[0] += 5000.0 if self.trainer.global_step == 1 else 0.0
+
+    monkeypatch.setattr(LanguageModelTask, "training_step", compiling)
+    train(tmp_path / "run", "trainer.max_steps=11")
+    assert_steady(tmp_path / "run", first_step=2)
+    seconds = result(tmp_path / "run")["seconds"]
+    assert list(seconds) == ["import", "data", "setup", "first_steps", "warmup", "train", "total"]
+    # Two steps of warm-up at 10 ms, and what the first took beyond that.
+    assert (seconds["warmup"], seconds["first_steps"]) == pytest.approx((0.02, 5.0))
+
+
+def test_mfu_on_a_card_that_is_known(tmp_path, now, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, "NVIDIA L4")
+    train(tmp_path / "run", "trainer.precision=bf16-mixed", "trainer.max_steps=4")
+    found = result(tmp_path / "run")["throughput"]
+    assert (found["peak_tflops"], found["peak_source"]) == (121, "table")
+    assert found["mfu_percent"] == pytest.approx(100 * found["tflops_per_s"] / 121)
+    assert float(rows(tmp_path / "run")[-1]["throughput/mfu_percent"]) == pytest.approx(found["mfu_percent"])
+    out = capsys.readouterr().out
+    assert "% MFU)" in out
+    assert "warning" not in out
+
+
+def test_mfu_of_an_unknown_card_is_missing_and_said_once(tmp_path, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, "NVIDIA L9")
+    train(tmp_path / "run")
+    assert capsys.readouterr().out.count("no peak rate is known of NVIDIA L9") == 1
+    found = result(tmp_path / "run")["throughput"]
+    assert (found["mfu_percent"], found["peak_tflops"], found["peak_source"]) == (None, None, None)
+    assert found["tflops_per_s"] > 0
+    assert all(row["throughput/mfu_percent"] == "" for row in rows(tmp_path / "run"))
+
+
+def test_mfu_on_a_cpu_is_missing_without_a_word_unless_the_config_has_a_peak(tmp_path, capsys):
+    train(tmp_path / "run")
+    assert result(tmp_path / "run")["throughput"]["mfu_percent"] is None
+    assert "warning" not in capsys.readouterr().out
+    train(tmp_path / "given", "trainer.peak_tflops=0.5")
+    found = result(tmp_path / "given")["throughput"]
+    assert (found["peak_tflops"], found["peak_source"]) == (0.5, "config")
+    assert found["mfu_percent"] == pytest.approx(100 * found["tflops_per_s"] / 0.5)
+
+
+def test_a_model_that_does_not_count_its_flops(tmp_path, monkeypatch):
+    monkeypatch.delattr(MLPLanguageModel, "flops_per_sample")
+    assert train(tmp_path / "run", "trainer.peak_tflops=1").status == "completed"
+    found = result(tmp_path / "run")["throughput"]
+    assert (found["flops_per_sample"], found["tflops_per_s"], found["mfu_percent"]) == (None, None, None)
+    assert all(row["throughput/tflops_per_s"] == "" for row in rows(tmp_path / "run"))
+
+
+def pretend_gpu(monkeypatch, name: str):
+    describe = environment.describe
+    monkeypatch.setattr(environment, "describe", lambda device: describe(device) | {"gpu": name})
+    assert describe(torch.device("cpu"))["gpu"] is None
