@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -35,6 +37,19 @@ def skip_unless_available(impl: str) -> str:
     if reason:
         pytest.skip(f"impl={impl}: {reason}")
     return impl
+
+
+def interpreter_environment() -> dict[str, str]:
+    """Environment for a process in which Triton's kernels are interpreted; skips where they cannot be.
+
+    Triton decides on import whether they are.
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    probe = [sys.executable, "-c", "import fusedmlp; print(fusedmlp.unavailable('triton') or '')"]
+    reason = subprocess.run(probe, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+    if reason:
+        pytest.skip(reason)
+    return environment
 
 
 def pytest_generate_tests(metafunc):

@@ -36,7 +36,9 @@ _REMEDY = "use impl=native or impl=compiled, or set TRITON_INTERPRET=1 to run th
 
 def unavailable() -> str | None:
     if _INTERPRETER:
-        return None
+        from fusedmlp.kernels import interpreter
+
+        return interpreter.fault()
     if not torch.cuda.is_available():
         return f"there is no CUDA GPU; {_REMEDY}"
     major, minor = torch.cuda.get_device_capability()

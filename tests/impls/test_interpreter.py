@@ -1,13 +1,12 @@
 """The whole contract for impl=triton on the CPU: Triton's interpreter, in a process of its own."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import INTERPRETER
+from conftest import INTERPRETER, interpreter_environment
 
 ROOT = Path(__file__).parents[2]
 SUITES = ["tests/impls", "tests/models", "tests/test_functional.py", "tests/test_modules.py"]
@@ -16,9 +15,7 @@ SUITES = ["tests/impls", "tests/models", "tests/test_functional.py", "tests/test
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETER, reason="this is the process that the test starts")
 def test_contract_of_triton_in_the_interpreter():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    # Triton decides on import whether its kernels are interpreted.
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    environment = interpreter_environment()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", *SUITES]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8_000:] + done.stderr[-2_000:]

@@ -1,11 +1,12 @@
 """How implementations are found, and what is said of one that is unknown or cannot run here."""
 
+import importlib
 import shutil
 import sys
 
 import pytest
 import torch
-from conftest import raises
+from conftest import INTERPRETER, raises
 
 import fusedmlp
 from fusedmlp import impls
@@ -54,6 +55,22 @@ def test_a_sixth_implementation_is_one_file(monkeypatch, tmp_path):
         assert "a_module_that_is_not_installed" in fusedmlp.unavailable("broken")
     finally:
         sys.modules.pop("fusedmlp.impls.sixth", None)
+
+
+@pytest.mark.skipif(not INTERPRETER, reason="asks Triton's interpreter: TRITON_INTERPRET=1")
+def test_an_interpreter_that_fails_is_named(monkeypatch):
+    """As with NumPy 2.4 and Triton 3.6: a loop whose bound is known at run time raises."""
+    interpreter = pytest.importorskip("fusedmlp.kernels.interpreter")
+    triton = importlib.import_module("fusedmlp.impls.triton")
+    assert triton.unavailable() is None or "does not work with NumPy" in triton.unavailable()
+
+    class Fails:
+        def __getitem__(self, grid):
+            raise TypeError("only 0-dimensional arrays can be converted")
+
+    monkeypatch.setattr(interpreter, "_sum_below_kernel", Fails())
+    assert "only 0-dimensional arrays can be converted" in triton.unavailable()
+    assert "numpy<2.4" in triton.unavailable()
 
 
 def test_auto_says_what_runs():
