@@ -75,6 +75,14 @@ def test_accumulation_changes_nothing(tmp_path, now, accumulate):
     assert_steady(tmp_path / "run")
 
 
+def test_a_step_of_three_micro_batches_takes_three_times_as_long(tmp_path, now):
+    train(tmp_path / "run", "trainer.accumulate=3", "trainer.log_every=2")
+    found = result(tmp_path / "run")["throughput"]
+    assert {name: found[name] for name in STEADY} == pytest.approx(
+        STEADY | {"step_ms_median": 30.0, "step_ms_p10": 30.0, "step_ms_p90": 30.0}
+    )
+
+
 @pytest.mark.parametrize("checkpoint", ["true", "false"])
 def test_validation_and_checkpoints_belong_to_no_step(tmp_path, now, checkpoint):
     train(
