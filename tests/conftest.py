@@ -18,6 +18,8 @@ def pytest_configure(config):
     if INTERPRETER:
         # numpy warns where the interpreter computes inf - inf or overflows, as a GPU does without a word.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
+        # Triton up to 3.6 makes integers of arrays of one element, which NumPy before 2.4 still allows.
+        config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:triton")
 
 
 def pytest_collection_modifyitems(items):
