@@ -71,7 +71,7 @@ class Monitor(Callback):
         self.clock = StepClock(task.device)
         if task.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(task.device)
-        # The first batch is there already. Of the others, a wait lasts from here until the step has them on its device.
+        # A wait begins when the loop asks for a batch, and ends when on_train_batch_start has it on the device.
         loader: Any = trainer.train_dataloader
         loader.on_fetch = self.clock.ask
         self.started = time.perf_counter()
