@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 30
 KEPT = ("result.json", "metrics.csv", "config.yaml", "train.log")
+SPEED = ("step_ms_median", "step_ms_p10", "step_ms_p90", "tokens_per_s", "tflops_per_s", "mfu_percent")
 COLUMNS = (
     ("experiment", ""),
     ("impl", ""),
@@ -33,6 +34,8 @@ COLUMNS = (
     ("step_ms_p10", ".2f"),
     ("step_ms_p90", ".2f"),
     ("tokens_per_s", ",.0f"),
+    ("tflops_per_s", ".1f"),
+    ("mfu_percent", ".1f"),
     ("peak_gib", ".1f"),
     ("wall_s", ".0f"),
 )
@@ -96,7 +99,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "val_loss": result.get("final_val_loss"),
-        **{key: speed.get(key) for key in ("step_ms_median", "step_ms_p10", "step_ms_p90", "tokens_per_s")},
+        **{key: speed.get(key) for key in SPEED},
         "peak_gib": result.get("peak_memory_gib"),
         "seconds": result.get("seconds"),
         "num_params": result.get("num_params"),
