@@ -73,7 +73,7 @@ def test_gpt_on_the_users_text(train, tmp_path):
     assert (found["status"], found["model"], found["steps"]) == ("completed", "GPT", 20)
     assert found["command"].startswith("python ")
     assert found["seconds"]["import"] > 0.5
-    assert len(re.findall(r"^step .*loss .*tokens/s .*left$", out, flags=re.M)) == 4
+    assert len(re.findall(r"^step .*loss .*tokens/s .*left .*ms/step", out, flags=re.M)) == 4
     assert re.search(rf"validation loss {found['final_val_loss']:.3f} .* {found['data']['unigram_loss']:.3f}", out)
     for label in ("run", "metrics", "result", "log", "checkpoint"):
         (place,) = re.findall(rf"^ *{label} +(\S+)$", out, flags=re.M)

@@ -48,12 +48,15 @@ class _Status:
         if "train/loss" in row:
             parts.append(f"loss {row['train/loss']:.3f}")
         if "throughput/tokens_per_s" in row:
-            parts += [f"{row['throughput/tokens_per_s']:,.0f} tokens/s", f"{row['time/step_ms']:.1f} ms/step"]
-        if "throughput/tflops_per_s" in row:
-            parts.append(utilization(row["throughput/tflops_per_s"], row.get("throughput/mfu_percent")))
+            parts.append(f"{row['throughput/tokens_per_s']:,.0f} tokens/s")
         if self.step > self.first_step:
             per_step = (time.monotonic() - self.started) / (self.step - self.first_step)
             parts.append(f"{_clock(per_step * (self.max_steps - self.step))} left")
+        # What a narrow terminal may cut off comes last.
+        if "time/step_ms" in row:
+            parts.append(f"{row['time/step_ms']:.1f} ms/step")
+        if "throughput/tflops_per_s" in row:
+            parts.append(utilization(row["throughput/tflops_per_s"], row.get("throughput/mfu_percent")))
         return "   ".join(parts)
 
 
@@ -111,7 +114,7 @@ class LiveProgress:
 
     def _draw(self) -> None:
         if self._live is not None:
-            self._live.update(Text(self._status.line()), refresh=True)
+            self._live.update(Text(self._status.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def say(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

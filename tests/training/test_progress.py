@@ -29,7 +29,7 @@ def test_a_pipe_gets_a_line_per_row(now, capsys):
     shown.write({"step": 50, "val/loss": 2.25})
     shown.close()
     assert capsys.readouterr().out.splitlines() == [
-        "step   50/1000   loss 2.500   12,346 tokens/s   3.2 ms/step   3:10 left",
+        "step   50/1000   loss 2.500   12,346 tokens/s   3:10 left   3.2 ms/step",
         "step 50: validation loss 2.250 nats/token",
     ]
 
@@ -48,7 +48,7 @@ def test_utilization_is_shown_where_it_is_known(now, capsys, tflops, mfu, text):
     shown.begin(0, 1000)
     row = ROW | {"throughput/tflops_per_s": tflops} | ({} if mfu is None else {"throughput/mfu_percent": mfu})
     shown.write(row)
-    assert f"3.2 ms/step   {text}   " in capsys.readouterr().out
+    assert f"3.2 ms/step   {text}\n" in capsys.readouterr().out
 
 
 def test_time_left_after_a_resume_counts_the_steps_of_this_run(now, capsys):
@@ -56,7 +56,7 @@ def test_time_left_after_a_resume_counts_the_steps_of_this_run(now, capsys):
     shown.begin(900, 1000)
     now[0] = 10.0
     shown.write(ROW | {"step": 950})
-    assert capsys.readouterr().out.rstrip().endswith("0:10 left")
+    assert "   0:10 left   " in capsys.readouterr().out
 
 
 def test_a_terminal_gets_one_line_that_changes(now):
@@ -73,8 +73,21 @@ def test_a_terminal_gets_one_line_that_changes(now):
     steps = [int(step) for step in re.findall(r"step +(\d+)/100", out.getvalue())]
     assert len(set(steps)) <= 25, "at most two redraws per second of the ten"
     assert steps[-1] == 100
-    assert "loss 2.500   12,346 tokens/s   3.2 ms/step" in out.getvalue()
+    assert "loss 2.500   12,346 tokens/s   0:00 left   3.2 ms/step" in out.getvalue()
     assert out.getvalue().count("validation") == 1
+
+
+def test_a_narrow_terminal_keeps_one_line_and_its_beginning(now):
+    out = io.StringIO()
+    shown = LiveProgress(Console(file=out, force_terminal=True, width=60))
+    shown.begin(0, 100)
+    shown.write(ROW | {"throughput/tflops_per_s": 412.3})
+    now[0] = 10.0
+    shown.tick(50)
+    # A line that wrapped would leave its first half behind at every redraw.
+    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).strip()
+    assert line == "step  50/100   loss 2.500   12,346 tokens/s   0:10 left   3…"
+    shown.close()
 
 
 def test_which_one_depends_on_the_terminal(monkeypatch):
