@@ -45,17 +45,16 @@ class IsolatedLauncher(Launcher):
     report: Callable[[dict[str, Any]], None]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Raises: UserError for a wrong key of `sweep`, or a directory to go on with that holds no sweep."""
+        """Raises: UserError for a wrong value in `sweep`, a directory to resume without sweep.json, a new one with it."""
         self.loader, self.config = hydra_context.config_loader, config
         values: Any = OmegaConf.to_container(config.sweep, resolve=True)
         self.options: SweepOptions = build("sweep", values, SweepOptions)
-        command = shlex.join(["python", *sys.argv])
         if self.options.resume is not None:
             self.ledger = Ledger.read(Path(self.options.resume).expanduser())
             with read_write(config), open_dict(config):
                 config.hydra.sweep.dir = str(self.ledger.folder)
         else:
-            self.ledger = Ledger(Path(config.hydra.sweep.dir), command)
+            self.ledger = Ledger.new(Path(config.hydra.sweep.dir), shlex.join(["python", *sys.argv]))
         self.measured: list[float] = []
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -76,11 +75,11 @@ class IsolatedLauncher(Launcher):
                     continue
                 if signals.received:
                     break
-                self._told(job, self._run(job, f"[{position}/{len(jobs)} {names[job.index]}]", signals), speeds)
+                prefix = f"[{position}/{len(jobs)} {names[job.index]}".rstrip() + "]"
+                self._told(job, self._run(job, prefix, signals), speeds)
                 print(f"\n{progress.line(jobs, speeds, names, self.measured)}\n", flush=True)
         if not all(job.done for job in jobs):
-            words = ["python", sys.argv[0], "-m", f"sweep.resume={_written(self.ledger.folder)}"]
-            print(f"next       {shlex.join(words)}   # what has not completed", flush=True)
+            print(f"next       {self._again()}   # what has not completed", flush=True)
         if signals.received:
             raise Interrupted(signals.received[0])
         return [_returned() for _ in job_overrides]
@@ -109,7 +108,7 @@ class IsolatedLauncher(Launcher):
         job.status, job.reason = RUNNING, None
         self.ledger.write()
         command = self._command(job, folder.absolute())
-        group = "-".join(self.ledger.folder.parts[-2:])
+        group = "-".join(self.ledger.folder.absolute().parts[-2:])
         ended = run_process(
             command, environment_of(group), folder / CONSOLE, lambda line: print(prefix, line, flush=True), signals,
             self.options.timeout,
@@ -134,9 +133,26 @@ class IsolatedLauncher(Launcher):
 
     def _command(self, job: Job, folder: Path) -> list[str]:
         """The same program with the overrides of one job."""
-        kept = [word for word in self.config.hydra.overrides.hydra if not _OF_THE_SWEEP.match(word)]
         own = [f"hydra.run.dir={_written(folder)}", f"hydra.job.num={job.index}"]
-        return [sys.executable, str(Path(sys.argv[0]).absolute()), *self._sources(), *job.overrides, *kept, *own]
+        return [
+            sys.executable,
+            str(Path(sys.argv[0]).absolute()),
+            *self._sources(),
+            *job.overrides,
+            *self._kept(),
+            *own,
+        ]
+
+    def _again(self) -> str:
+        """The command that goes on with this sweep."""
+        words = ["python", sys.argv[0], *self._sources(), "-m", f"sweep.resume={_written(self.ledger.folder)}"]
+        if self.options.timeout is not None:
+            words.append(f"sweep.timeout={self.options.timeout:g}")
+        return shlex.join([*words, *self._kept()])
+
+    def _kept(self) -> list[str]:
+        """Hydra's own overrides that hold for a job too."""
+        return [word for word in self.config.hydra.overrides.hydra if not _OF_THE_SWEEP.match(word)]
 
     def _sources(self) -> list[str]:
         """Options of Hydra's command line that say where the configs are."""

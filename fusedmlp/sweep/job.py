@@ -84,6 +84,28 @@ class _Output:
             self._show(text)
 
 
+class _Limits:
+    """What ends a job early: signals to this process, and its time limit."""
+
+    def __init__(self, signals: Signals, timeout_s: float | None, grace_s: float):
+        self._signals, self._handed, self._grace_s = signals, 0, grace_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._kill_at: float | None = None
+        self.timed_out = False
+
+    def apply(self, process: subprocess.Popen) -> None:
+        now = time.monotonic()
+        for number in self._signals.received[self._handed :]:
+            self._handed += 1
+            process.send_signal(number if self._handed <= 2 else signal.SIGKILL)
+            self._kill_at = self._kill_at or now + self._grace_s
+        if self._deadline is not None and now >= self._deadline and not self.timed_out:
+            self.timed_out, self._kill_at = True, self._kill_at or now + self._grace_s
+            process.send_signal(signal.SIGTERM)
+        if self._kill_at is not None and now >= self._kill_at:
+            process.kill()
+
+
 def run_process(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -95,13 +117,11 @@ def run_process(
 ) -> Ended:
     """Runs `command` in a process group of its own to its end.
 
-    The first signal that arrives in `signals` is handed to it, and a time limit sends SIGTERM; it is killed `grace_s`
-    seconds later, or by the second signal after the first, and so is what it leaves running.
+    The first two signals that arrive in `signals` are handed to it, and the time limit sends SIGTERM; it is killed
+    `grace_s` seconds after the first of these, or at the third signal, and so is what it leaves running.
     """
     began = time.monotonic()
-    deadline = None if timeout_s is None else began + timeout_s
-    kill_at: float | None = None
-    handed, timed_out = 0, False
+    limits = _Limits(signals, timeout_s, grace_s)
     with open(log, "ab") as file:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -113,16 +133,7 @@ def run_process(
             while process.poll() is None:
                 if not output.pump(_POLL_S):
                     time.sleep(_POLL_S / 10)  # a job that closed its stdout would make this a busy loop
-                now = time.monotonic()
-                for number in signals.received[handed:]:
-                    handed += 1
-                    process.send_signal(number if handed <= 2 else signal.SIGKILL)
-                    kill_at = kill_at or now + grace_s
-                if deadline is not None and now >= deadline and not timed_out:
-                    timed_out, kill_at = True, kill_at or now + grace_s
-                    process.send_signal(signal.SIGTERM)
-                if kill_at is not None and now >= kill_at:
-                    process.kill()
+                limits.apply(process)
             _end_group(process.pid, _LEFTOVERS_S)
             output.finish()
         finally:
@@ -130,7 +141,7 @@ def run_process(
             _end_group(process.pid, 0.0)
             process.wait()
             process.stdout.close()
-    return Ended(process.returncode, timed_out, output.last_line, time.monotonic() - began)
+    return Ended(process.returncode, limits.timed_out, output.last_line, time.monotonic() - began)
 
 
 def _end_group(group: int, wait_s: float) -> None:

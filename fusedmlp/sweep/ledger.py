@@ -44,6 +44,13 @@ class Ledger:
         self.jobs = jobs or []
 
     @classmethod
+    def new(cls, folder: Path, command: str) -> "Ledger":
+        """Raises: UserError if `folder` holds a sweep already, whose record would be lost."""
+        if (folder / FILE).exists():
+            raise UserError(f"{folder} holds a sweep already; go on with it with sweep.resume={folder}")
+        return cls(folder, command)
+
+    @classmethod
     def read(cls, folder: Path) -> "Ledger":
         """Raises: UserError if `folder` holds no sweep."""
         try:
@@ -87,8 +94,13 @@ class Ledger:
 
 
 def labels(jobs: Sequence[Job]) -> dict[int, str]:
-    """Job index -> what tells it apart from the others: the overrides that differ, without `impl=`."""
-    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    """Job index -> what tells it apart from the others: the overrides that differ, without `impl=`.
+
+    If none differ, because there is one job or repeats of one, impl and dim are named.
+    """
+    common = set.intersection(*(set(job.overrides) for job in jobs))
+    if all(set(job.overrides) == common for job in jobs):
+        common = {word for word in common if not word.startswith(("impl=", "dim="))}
     repeated = any(job.repeat for job in jobs)
     words = {}
     for job in jobs:

@@ -17,10 +17,8 @@ SIZES = [["dim=32", "seed=1"], ["dim=64", "seed=1"]]
 START = {"impl": "native", "dim": 32, "overrides": ["dim=32"], "group": "day-sweep"}
 
 
-def test_repeats_are_interleaved():
-    ledger = Ledger.__new__(Ledger)
-    ledger.jobs = []
-    planned = ledger.plan(SIZES, 2)
+def test_repeats_are_interleaved(tmp_path):
+    planned = Ledger.new(tmp_path, "").plan(SIZES, 2)
     assert [(job.index, job.overrides[0], job.repeat) for job in planned] == [
         (0, "dim=32", 0), (1, "dim=64", 0), (2, "dim=32", 1), (3, "dim=64", 1),
     ]  # fmt: skip
@@ -31,6 +29,8 @@ def test_a_sweep_that_is_read_again_knows_its_jobs_whatever_the_order_of_their_o
     first, _ = ledger.plan(SIZES, 1)
     first.status, first.folder = "completed", "0-native-dim32"
     ledger.write()
+    with raises(UserError, f"{tmp_path} holds a sweep already; go on with it with sweep.resume={tmp_path}"):
+        Ledger.new(tmp_path, "")
     again = Ledger.read(tmp_path)
     assert again.command == ledger.command
     planned = again.plan([["seed=1", "dim=32"], ["dim=128", "seed=1"], ["dim=64", "seed=1"]], 1)
@@ -64,8 +64,10 @@ def test_a_directory_without_a_sweep_is_refused(tmp_path, text, words):
 def test_a_job_is_called_by_what_sets_it_apart():
     jobs = [Job(0, ["impl=manual", "dim=32", "seed=1"]), Job(1, ["impl=triton", "dim=64", "seed=1"])]
     assert labels(jobs) == {0: "manual dim=32", 1: "triton dim=64"}
-    assert labels([Job(0, ["dim=32"]), Job(1, ["dim=32"], repeat=1)]) == {0: "repeat=1", 1: "repeat=2"}
-    assert labels([Job(0, ["impl=manual", "dim=32"])]) == {0: "manual dim=32"}
+    assert labels([Job(0, ["dim=32", "seed=1"]), Job(1, ["dim=32", "seed=1"], repeat=1)]) == {
+        0: "dim=32 repeat=1", 1: "dim=32 repeat=2",
+    }  # fmt: skip
+    assert labels([Job(0, ["impl=manual", "dim=32", "seed=1"])]) == {0: "manual dim=32"}
 
 
 @pytest.mark.parametrize(
