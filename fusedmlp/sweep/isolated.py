@@ -45,7 +45,7 @@ class IsolatedLauncher(Launcher):
     report: Callable[[dict[str, Any]], None]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Raises: UserError for a wrong value in `sweep`, a directory to resume without sweep.json, a new one with it."""
+        """Raises: UserError for a wrong value in `sweep`, or a directory that cannot be gone on with or begun in."""
         self.loader, self.config = hydra_context.config_loader, config
         values: Any = OmegaConf.to_container(config.sweep, resolve=True)
         self.options: SweepOptions = build("sweep", values, SweepOptions)
