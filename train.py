@@ -2,7 +2,7 @@
 
 python train.py                                               # the default: an MLP on text, best on any machine
 python train.py impl=triton model=gpt dim=512                 # choose the parts
-python train.py -m impl=manual,native,compiled dim=128,256    # every combination, one after another
+python train.py -m impl=manual,native,compiled dim=128,256    # every combination, each in a process of its own
 python train.py --help                                        # all groups, options and values
 """
 
@@ -13,21 +13,25 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from fusedmlp.sweep import isolated
+from fusedmlp.sweep.job import join_sweep
 from fusedmlp.training.cli import Jobs, launch, register_impls
 from fusedmlp.training.run import run
 
 jobs = Jobs()
+group = join_sweep()
 register_impls()
+isolated.register(jobs.ended_elsewhere)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(cfg: DictConfig) -> None:
     job = HydraConfig.get()
     sweep = Path(job.sweep.dir) if job.mode == RunMode.MULTIRUN else None
-    group = None if sweep is None else "-".join(sweep.parts[-2:])
     if sweep is not None:
         print(f"\n[{job.job.num}] {' '.join(job.overrides.task)}", flush=True)
-    result, ending = run(cfg, Path(job.runtime.output_dir), list(job.overrides.task), group)
+    name = group if sweep is None else "-".join(sweep.parts[-2:])
+    result, ending = run(cfg, Path(job.runtime.output_dir), list(job.overrides.task), name)
     jobs.ended(result, ending)
 
 

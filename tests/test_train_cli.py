@@ -82,10 +82,10 @@ def test_gpt_on_the_users_text(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_every_impl_to_the_same_loss_and_survives_a_job_that_cannot_run(train, tmp_path):
+def test_a_sweep_in_one_process_trains_every_impl_to_the_same_loss_and_survives_a_job_that_cannot_run(train, tmp_path):
     code, out, _ = train(
-        "-m", "impl=manual,native,compiled,cuda", "dim=32,48", *TINY[1:], *SYNTHETIC, "logger.mode=offline",
-        "trainer.max_steps=20",
+        "-m", "hydra/launcher=basic", "impl=manual,native,compiled,cuda", "dim=32,48", *TINY[1:], *SYNTHETIC,
+        "logger.mode=offline", "trainer.max_steps=20",
     )  # fmt: skip
     assert code == 1, "a job failed"
     found = results(tmp_path)

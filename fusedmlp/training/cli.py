@@ -34,31 +34,36 @@ class Jobs:
     """The runs of one command: one, or several in a sweep."""
 
     def __init__(self) -> None:
-        self._ended: list[tuple[Result, Ending]] = []
+        # The fields of result.json, and the exit code.
+        self._ended: list[tuple[dict[str, Any], int]] = []
 
     def ended(self, result: Result, ending: Ending) -> None:
         """Shows how a run ended. Raises: Interrupted if the user stopped it, so that no further one starts."""
-        self._ended.append((result, ending))
+        self._ended.append((result.fields, ending.exit_code))
         print("\n".join(last_lines(result)), flush=True)
         if ending.status == "interrupted":
             raise Interrupted(ending.exit_code - 128)
 
+    def ended_elsewhere(self, fields: dict[str, Any]) -> None:
+        """Takes a run that ended in a process of its own, where it was shown."""
+        self._ended.append((fields, 0 if fields["status"] == "completed" else EXIT_FAILED))
+
     @property
     def exit_code(self) -> int:
-        return max((ending.exit_code for _, ending in self._ended), default=0)
+        return max((code for _, code in self._ended), default=0)
 
     def table(self) -> list[str]:
         """One line per run of a sweep, as far as it came."""
         lines = [f"{'impl':10} {'dim':>6} {'status':12} {'tokens/s':>12} {'step ms':>9} {'val loss':>9}"]
-        for result, _ in self._ended:
-            fields = result.fields
+        for fields, _ in self._ended:
             speed = fields.get("throughput") or {}
             numbers = (
                 _number(speed.get("tokens_per_s"), ",.0f", 12),
                 _number(speed.get("step_ms_median"), ".2f", 9),
                 _number(fields.get("final_val_loss"), ".3f", 9),
             )
-            lines.append(f"{fields['impl']:10} {fields['dim']:>6} {result.status:12} {' '.join(numbers)}")
+            reason = f"  {fields['reason']}" if fields["reason"] else ""
+            lines.append(f"{fields['impl']:10} {fields['dim']:>6} {fields['status']:12} {' '.join(numbers)}{reason}")
         return lines
 
 

@@ -92,6 +92,20 @@ class ProfileOptions:
         require("profile.tool", self.tool, self.tool is None, "null")
 
 
+@dataclass(frozen=True)
+class SweepOptions:
+    """Section `sweep`: what holds for a whole sweep (`-m`)."""
+
+    timeout: float | None
+    resume: str | None
+    repeats: int
+
+    def __post_init__(self) -> None:
+        require("sweep.timeout", self.timeout, self.timeout is None or 0 < self.timeout < float("inf"),
+                "a number of seconds above 0, or null for no limit")  # fmt: skip
+        require("sweep.repeats", self.repeats, self.repeats >= 1, "an integer of at least 1")
+
+
 def require(key: str, value: object, ok: bool, accepted: str) -> None:
     """Raises UserError, naming the key, the value and what is accepted, unless `ok`."""
     if not ok:

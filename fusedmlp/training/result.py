@@ -9,7 +9,7 @@ from typing import Any
 from fusedmlp.errors import UserError
 
 SCHEMA_VERSION = 1
-STATUSES = ("running", "completed", "interrupted", "diverged", "failed")
+STATUSES = ("running", "completed", "interrupted", "diverged", "timed out", "failed")
 FILE = "result.json"
 
 

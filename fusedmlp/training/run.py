@@ -21,7 +21,7 @@ from fusedmlp.training.failures import Ending, ending_of
 from fusedmlp.training.interrupt import StopRequests
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.monitor import Monitor
-from fusedmlp.training.options import LoggerOptions, ProfileOptions, TrainerOptions, build, require
+from fusedmlp.training.options import LoggerOptions, ProfileOptions, SweepOptions, TrainerOptions, build, require
 from fusedmlp.training.peaks import find_peak
 from fusedmlp.training.progress import make_progress
 from fusedmlp.training.result import Result, claim_folder
@@ -99,6 +99,7 @@ class Run:
         """Builds everything and trains. Raises whatever goes wrong."""
         options = build("trainer", self.config["trainer"], TrainerOptions)
         build("profile", self.config["profile"], ProfileOptions)
+        build("sweep", self.config["sweep"], SweepOptions)
         # Before anything that may fail, so that a run that does is there to be seen.
         self.wandb = self._start_wandb()
         self.device = choose_device(options.accelerator)

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 from training.runs import CONFIGS, config
 
 from fusedmlp import impl_names
-from fusedmlp.training.options import LoggerOptions, ProfileOptions, TrainerOptions, build
+from fusedmlp.training.options import LoggerOptions, ProfileOptions, SweepOptions, TrainerOptions, build
 
 GROUPS = {
     folder.name: [file.stem for file in sorted(folder.glob("*.yaml"))]
@@ -18,10 +18,11 @@ OPTIONS = [f"{group}={name}" for group, names in GROUPS.items() for name in name
 @pytest.mark.parametrize("option", OPTIONS + [f"impl={name}" for name in impl_names()])
 def test_every_option_composes_and_resolves(option):
     values = OmegaConf.to_container(config(option), resolve=True)
-    assert set(values) == {"dim", "seed", "resume", "impl", "model", "data", "trainer", "profile", "logger"}
+    assert set(values) == {"dim", "seed", "resume", "impl", "model", "data", "trainer", "profile", "logger", "sweep"}
     build("trainer", values["trainer"], TrainerOptions)
     build("logger", values["logger"], LoggerOptions)
     build("profile", values["profile"], ProfileOptions)
+    build("sweep", values["sweep"], SweepOptions)
     assert values["model"]["impl"] == values["impl"]
     assert values["model"]["dim"] == values["dim"]
 

@@ -1,0 +1,172 @@
+"""One job of a sweep as a process of its own: start it, pass its output on, end it in time, leave nothing behind."""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+# In the environment of a job: the W&B group of its sweep, and the process that must not end before it.
+GROUP, PARENT = "FUSEDMLP_SWEEP_GROUP", "FUSEDMLP_SWEEP_PARENT"
+GRACE_S = 60.0
+_LEFTOVERS_S = 2.0
+_POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job's process ended: its exit code (minus the signal that killed it), and the last line it printed."""
+
+    exit_code: int
+    timed_out: bool
+    last_line: str
+    seconds: float
+
+
+class Signals:
+    """Collects SIGINT and SIGTERM in `received` while it is the active context, instead of ending the process."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
+class _Output:
+    """A job's stdout and stderr: bytes into its log, whole lines to `show`."""
+
+    def __init__(self, pipe: IO[bytes], log: IO[bytes], show: Callable[[str], None]):
+        self._pipe, self._log, self._show = pipe, log, show
+        self._rest = b""
+        self.last_line = ""
+
+    def pump(self, wait_s: float) -> bool:
+        """Passes on what arrives within `wait_s` seconds; False if nothing did."""
+        if not select.select([self._pipe], [], [], wait_s)[0]:
+            return False
+        chunk = os.read(self._pipe.fileno(), 65536)
+        self._log.write(chunk)
+        self._log.flush()
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            self._pass_on(line)
+        return bool(chunk)
+
+    def finish(self) -> None:
+        while self.pump(0):
+            pass
+        if self._rest:
+            self._pass_on(self._rest)
+
+    def _pass_on(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            self.last_line = text
+            self._show(text)
+
+
+class _Limits:
+    """What ends a job early: signals to this process, and its time limit."""
+
+    def __init__(self, signals: Signals, timeout_s: float | None, grace_s: float):
+        self._signals, self._handed, self._grace_s = signals, 0, grace_s
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._kill_at: float | None = None
+        self.timed_out = False
+
+    def apply(self, process: subprocess.Popen) -> None:
+        now = time.monotonic()
+        for number in self._signals.received[self._handed :]:
+            self._handed += 1
+            process.send_signal(number if self._handed <= 2 else signal.SIGKILL)
+            self._kill_at = self._kill_at or now + self._grace_s
+        if self._deadline is not None and now >= self._deadline and not self.timed_out:
+            self.timed_out, self._kill_at = True, self._kill_at or now + self._grace_s
+            process.send_signal(signal.SIGTERM)
+        if self._kill_at is not None and now >= self._kill_at:
+            process.kill()
+
+
+def run_process(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    show: Callable[[str], None],
+    signals: Signals,
+    timeout_s: float | None = None,
+    grace_s: float = GRACE_S,
+) -> Ended:
+    """Runs `command` in a process group of its own to its end.
+
+    The first two signals that arrive in `signals` are handed to it, and the time limit sends SIGTERM; it is killed
+    `grace_s` seconds after the first of these, or at the third signal, and so is what it leaves running.
+    """
+    began = time.monotonic()
+    limits = _Limits(signals, timeout_s, grace_s)
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        output = _Output(process.stdout, file, show)
+        try:
+            while process.poll() is None:
+                if not output.pump(_POLL_S):
+                    time.sleep(_POLL_S / 10)  # a job that closed its stdout would make this a busy loop
+                limits.apply(process)
+            _end_group(process.pid, _LEFTOVERS_S)
+            output.finish()
+        finally:
+            # Also when showing the output fails, because its reader has gone.
+            _end_group(process.pid, 0.0)
+            process.wait()
+            process.stdout.close()
+    return Ended(process.returncode, limits.timed_out, output.last_line, time.monotonic() - began)
+
+
+def _end_group(group: int, wait_s: float) -> None:
+    """Kills what is left of a process group once it had `wait_s` seconds to end by itself."""
+    until = time.monotonic() + wait_s
+    try:
+        os.killpg(group, 0)
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            os.killpg(group, 0)
+        os.killpg(group, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # nobody is left; macOS says the latter of zombies
+
+
+def environment_of(group: str) -> dict[str, str]:
+    """The environment of a job: this process's, the sweep's group, and whom not to outlive."""
+    return os.environ | {GROUP: group, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+
+
+def join_sweep() -> str | None:
+    """In a job's process: its sweep's group, or None outside a sweep. The job ends (SIGTERM) if its sweep is killed."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            os.kill(os.getpid(), signal.SIGTERM)
+    return os.environ.pop(GROUP, None)

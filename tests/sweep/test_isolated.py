@@ -1,0 +1,120 @@
+"""A sweep of processes as a user starts it: what goes wrong in one job, resuming, Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model.num_layers=2", "data=synthetic", "data.num_tokens=20000", "data.batch_size=8", "data.val_batches=2",
+    "trainer.warmup_steps=2", "trainer.log_every=1", "trainer.val_every=0", "trainer.accelerator=cpu",
+)  # fmt: skip
+# W&B takes two seconds a job, and three jobs tell.
+QUIET = "logger: {mode: disabled}"
+LONG = "trainer: {max_steps: 1000000, log_every: 100}"
+EXPERIMENTS = {
+    "good": "dim: 32\ntrainer: {max_steps: 6}",
+    "raises": "dim: 32\nmodel: {_target_: misbehaving.raises}\ntrainer: {max_steps: 6}",
+    "other": f"dim: 48\ntrainer: {{max_steps: 6}}\n{QUIET}",
+    "killed": f"dim: 48\nmodel: {{_target_: misbehaving.killed}}\n{LONG}",
+    "triton": f"defaults:\n  - override /impl: triton\n{QUIET}",
+    "slow": f"dim: 32\n{LONG}\n{QUIET}",
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts train.py in an empty directory with the experiments above, no GPU, and the cache there too."""
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    for name, text in EXPERIMENTS.items():
+        (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    environment = os.environ | {"FUSEDMLP_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    environment.pop("TRITON_INTERPRET", None)
+
+    def begin(*arguments: str, **variables: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), "--config-dir", "conf", *arguments], cwd=tmp_path,
+            env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    return begin
+
+
+def finish(process: subprocess.Popen) -> str:
+    try:
+        return process.communicate(timeout=300)[0]
+    finally:
+        process.kill()
+
+
+def jobs(sweep: Path) -> dict[str, dict]:
+    """The rows of sweep.json by the name of the experiment."""
+    rows = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    return {row["overrides"][0].removeprefix("experiment="): row for row in rows}
+
+
+def losses(folder: Path) -> list[str]:
+    header, *lines = (folder / "metrics.csv").read_text().splitlines()
+    column = header.split(",").index("train/loss")
+    return [value for line in lines if (value := line.split(",")[column])]
+
+
+@pytest.mark.slow
+def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_missing(start, tmp_path):
+    process = start("-m", f"experiment={','.join(EXPERIMENTS)}", *TINY, "sweep.timeout=20", "hydra.sweep.dir='day/a=b'")
+    out = finish(process)
+    sweep = tmp_path / "day" / "a=b"
+    assert process.returncode == 1, out
+    rows = jobs(sweep)
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "good": "completed", "raises": "failed", "other": "completed", "killed": "failed", "triton": "failed",
+        "slow": "timed out",
+    }, out  # fmt: skip
+    assert rows["raises"]["reason"] == "RuntimeError: a bug of the user's"
+    assert rows["killed"]["reason"] == "killed by signal 9 (SIGKILL)"
+    assert rows["triton"]["reason"].startswith("impl=triton cannot run here")
+    assert rows["slow"]["reason"] == "time limit: sweep.timeout=20 s"
+    results = {name: json.loads((sweep / row["folder"] / "result.json").read_text()) for name, row in rows.items()}
+    for name, row in rows.items():
+        for key in ("status", "reason"):
+            assert results[name][key] == row[key]
+        assert results[name]["group"] == "day-a=b"
+        loud = name in ("good", "raises", "killed")
+        assert len(list((sweep / row["folder"]).glob("wandb/offline-run-*"))) == loud
+        assert (sweep / row["folder"] / "console.log").exists()
+    assert "a bug of the user's" in (sweep / rows["raises"]["folder"] / "train.log").read_text()
+    assert "Traceback" in (sweep / rows["raises"]["folder"] / "train.log").read_text()
+    assert Path(results["slow"]["checkpoint"]).exists()
+    assert "[3/6 experiment=other] step 6/6 " in out
+    assert "sweep: 2 done, 4 failed, 0 left; best so far " in out
+
+    alone = start("experiment=other", *TINY, "hydra.run.dir=alone")
+    assert finish(alone) is not None
+    assert len(losses(tmp_path / "alone")) == 6
+    assert losses(tmp_path / "alone") == losses(sweep / rows["other"]["folder"])
+
+    assert """-m 'sweep.resume='"'"'day/a=b'"'"'' sweep.timeout=20   # what has not completed""" in out
+    process = start("-m", f"sweep.resume='{sweep}'", "sweep.timeout=60", WELL="1")
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("[4/6 experiment=killed] step"):
+            break
+    process.send_signal(signal.SIGINT)
+    out = "".join(lines) + finish(process)
+    assert process.returncode == 130, out
+    assert "Traceback" not in out
+    again = jobs(sweep)
+    changed = {name: row["status"] for name, row in again.items() if row != rows[name]}
+    assert changed == {"raises": "completed", "killed": "interrupted"}, out
+    stopped = json.loads((sweep / again["killed"]["folder"] / "result.json").read_text())
+    assert Path(stopped["checkpoint"]).exists()
+    assert "slow" not in "".join(line for line in out.splitlines() if line.startswith("["))
+    assert len([line for line in out.splitlines() if " completed  " in line]) == 3, "the table has those kept too"

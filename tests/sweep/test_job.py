@@ -1,0 +1,109 @@
+"""One process of a sweep: its output, its end, and that nothing of it stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fusedmlp.sweep.job import Ended, Signals, environment_of, run_process
+
+ROOT = Path(__file__).parents[2]
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
+
+
+def job(log: Path, code: str, signals: Signals | None = None, show=lambda line: None, **limits) -> Ended:
+    return run_process([sys.executable, "-c", code], os.environ, log, show, signals or Signals(), **limits)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def gone(pid: int, within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def test_output_goes_line_by_line_to_the_terminal_and_as_it_is_to_the_log(tmp_path):
+    code = "import sys; print('a'); print('b', file=sys.stderr, flush=True); sys.stdout.write('c'); sys.exit(3)"
+    lines = []
+    ended = job(tmp_path / "log", code, show=lines.append)
+    assert (ended.exit_code, ended.timed_out) == (3, False)
+    assert sorted(lines) == ["a", "b", "c"]
+    assert ended.last_line == lines[-1]
+    assert sorted((tmp_path / "log").read_text()) == sorted("a\nb\nc")
+
+
+@pytest.mark.parametrize(("before", "number"), [("0", signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
+def test_the_time_limit_ends_a_job_and_kills_one_that_does_not_listen(tmp_path, before, number):
+    ended = job(tmp_path / "log", f"{before}; {SLEEP}", timeout_s=1.0, grace_s=0.3)
+    assert ended.timed_out
+    assert ended.exit_code == -number
+    assert 1.0 <= ended.seconds < 20
+
+
+def test_the_first_signal_is_handed_on_and_the_third_kills(tmp_path):
+    with Signals() as signals:
+        own = signal.getsignal(signal.SIGINT)
+        ended = job(tmp_path / "log", SLEEP, signals, lambda line: os.kill(os.getpid(), signal.SIGTERM))
+        assert ended.exit_code == -signal.SIGTERM
+        assert signals.received == [signal.SIGTERM]
+
+    def thrice(line: str) -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    with Signals() as signals:
+        assert job(tmp_path / "log", f"{STUBBORN}; {SLEEP}", signals, thrice).exit_code == -signal.SIGKILL
+    assert signal.getsignal(signal.SIGINT) != own
+
+
+def test_what_a_job_leaves_running_is_ended(tmp_path):
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
+    lines = []
+    assert job(tmp_path / "log", code, show=lines.append).exit_code == 0
+    assert gone(int(lines[0]), 5)
+
+
+def test_a_job_ends_when_its_output_cannot_be_shown(tmp_path):
+    def show(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    with pytest.raises(BrokenPipeError, match=r"^\d+$") as caught:
+        job(tmp_path / "log", "import os; print(os.getpid(), flush=True); " + SLEEP, show=show)
+    assert gone(int(str(caught.value)), 5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has no signal for the death of a parent")
+def test_a_job_does_not_outlive_a_sweep_that_is_killed():
+    child = (
+        f"from fusedmlp.sweep.job import join_sweep; import os; print(join_sweep(), os.getpid(), flush=True); {SLEEP}"
+    )
+    code = (
+        "import subprocess, sys, time; from fusedmlp.sweep.job import environment_of; "
+        f"command = [sys.executable, '-c', {child!r}]; "
+        "subprocess.Popen(command, env=environment_of('day-sweep'), start_new_session=True); "
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as sweep:
+        group, pid = sweep.stdout.readline().split()
+        assert group == "day-sweep"
+        assert alive(int(pid))
+        sweep.kill()
+    assert gone(int(pid), 10)
+
+
+def test_a_jobs_environment_names_its_sweep():
+    assert environment_of("day-sweep")["FUSEDMLP_SWEEP_GROUP"] == "day-sweep"
