@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmlp.kernels.launch import on_device_of
+from fusedmlp.kernels import prepared
 
 # Two 16-byte accesses in each of 128 threads.
 _BLOCK_BYTES = 4096
@@ -145,8 +145,6 @@ def _laid_out_as(like: Tensor, x: Tensor) -> Tensor:
 
 def _launch(kernel, inputs: tuple[Tensor, ...], output: Tensor, approximate: str) -> None:
     n = output.numel()
-    if n == 0:
-        return
-    block = _BLOCK_BYTES // output.element_size()
-    with on_device_of(output):
-        kernel[(-(-n // block),)](*inputs, output, n, approximate, block, num_warps=_NUM_WARPS)
+    if n > 0:
+        block = _BLOCK_BYTES // output.element_size()
+        prepared.launch(kernel, (*inputs, output), -(-n // block), (n,), (approximate, block), _NUM_WARPS)

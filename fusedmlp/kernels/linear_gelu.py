@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fusedmlp.kernels import configs, gemm_launch
 from fusedmlp.kernels.configs import GemmConfig, Problem
-from fusedmlp.kernels.gemm_launch import Launch, remember
 from fusedmlp.kernels.launch import on_device_of
+from fusedmlp.kernels.prepared import Launch, remember
 from fusedmlp.kernels.reduce import column_sum
 
 # What a call depends on -> its launch, and the rows of a tile.

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmlp.kernels import prepared
 from fusedmlp.kernels.gelu import gelu_grad
-from fusedmlp.kernels.gemm_launch import Launch, remember
-from fusedmlp.kernels.launch import on_device_of
 
 _BLOCK_M = 16
 _BLOCK_N = 256
@@ -55,10 +54,6 @@ def _column_sum_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_
     tl.store(out_ptr + offs_n, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
-# What a call depends on -> its launch.
-_prepared: dict[tuple, Launch] = {}
-
-
 def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:
     """dpreact = dy * gelu'(preact) and, if needed, dbias = its sum over rows.
 
@@ -75,13 +70,10 @@ def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) 
     strip = 128 if triton.cdiv(M, 128) * num_n >= 512 else 32
     strips = triton.cdiv(M, strip)
     partial = preact.new_empty((strips, N), dtype=torch.float32) if need_dbias else preact
-    key = (M, N, dy.stride(), dy.data_ptr() % 16, preact.dtype, preact.device, approximate, need_dbias)
-    launch = _prepared.get(key)
-    if launch is None:
-        constants = (approximate, need_dbias, strip, _BLOCK_M, _BLOCK_N)
-        launch = _remember(key, _dgelu_dbias_kernel, 4, strips * num_n, (*dy.stride(), M, N), constants)
-    with on_device_of(preact):
-        launch(dy, preact, dpreact, partial)
+    prepared.launch(
+        _dgelu_dbias_kernel, (dy, preact, dpreact, partial), strips * num_n, (*dy.stride(), M, N),
+        (approximate, need_dbias, strip, _BLOCK_M, _BLOCK_N), num_warps=4,
+    )  # fmt: skip
     return dpreact, column_sum(partial, preact.dtype) if need_dbias else preact.new_empty(0)
 
 
@@ -89,15 +81,5 @@ def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum over the rows of `partial` (P, N), fp32 and contiguous, from first to last, rounded to `dtype`."""
     P, N = partial.shape
     out = partial.new_empty(N, dtype=dtype)
-    key = (P, N, dtype, partial.device)
-    launch = _prepared.get(key)
-    if launch is None:
-        launch = _remember(key, _column_sum_kernel, 2, triton.cdiv(N, 32), (P, N), (32, 32))
-    with on_device_of(partial):
-        launch(partial, out)
+    prepared.launch(_column_sum_kernel, (partial, out), triton.cdiv(N, 32), (P, N), (32, 32), num_warps=4)
     return out
-
-
-def _remember(key: tuple, kernel, tensors: int, programs: int, integers: tuple, constants: tuple) -> Launch:
-    arguments = tuple((place, None) for place in range(tensors))
-    return remember(_prepared, key, Launch(kernel, arguments, None, programs, integers, constants, {}))

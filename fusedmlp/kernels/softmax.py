@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusedmlp.kernels.launch import on_device_of
+from fusedmlp.kernels import prepared
 from fusedmlp.kernels.softmax_team import TeamConfig, max_parts, team_bwd, team_fwd
 from fusedmlp.kernels.softmax_wide import WideConfig, wide_bwd, wide_fwd
 
@@ -80,14 +80,13 @@ def rows_bwd(dy: Tensor, y: Tensor, dx: Tensor, config: RowsConfig) -> None:
 
 def _launch_rows(kernel, tensors: tuple[Tensor, ...], config: RowsConfig) -> None:
     n_rows, n_cols = tensors[0].shape
-    kernel[(-(-n_rows // config.block_m),)](
-        *tensors,
-        *(t.stride(0) for t in tensors),
-        n_rows,
-        n_cols,
-        config.block_m,
-        config.block_n,
-        num_warps=config.num_warps,
+    prepared.launch(
+        kernel,
+        tensors,
+        -(-n_rows // config.block_m),
+        (*(t.stride(0) for t in tensors), n_rows, n_cols),
+        (config.block_m, config.block_n),
+        config.num_warps,
     )
 
 
@@ -133,13 +132,12 @@ def softmax_fwd(x: Tensor, dim: int) -> Tensor:
         return y
     x_rows, y_rows = _rows(x, dim), _rows(y, dim)
     config = choose(x_rows.shape[1], x.element_size(), False, max_parts(x))
-    with on_device_of(x):
-        if isinstance(config, RowsConfig):
-            rows_fwd(x_rows, y_rows, config)
-        elif isinstance(config, TeamConfig):
-            team_fwd(x_rows, y_rows, config)
-        else:
-            wide_fwd(x_rows, y_rows, config)
+    if isinstance(config, RowsConfig):
+        rows_fwd(x_rows, y_rows, config)
+    elif isinstance(config, TeamConfig):
+        team_fwd(x_rows, y_rows, config)
+    else:
+        wide_fwd(x_rows, y_rows, config)
     return _written(y, y_rows, dim)
 
 
@@ -150,13 +148,12 @@ def softmax_bwd(dy: Tensor, y: Tensor, dim: int) -> Tensor:
         return dx
     dy_rows, y_rows, dx_rows = _rows(dy, dim), _rows(y, dim), _rows(dx, dim)
     config = choose(y_rows.shape[1], y.element_size(), True, max_parts(y))
-    with on_device_of(y):
-        if isinstance(config, RowsConfig):
-            rows_bwd(dy_rows, y_rows, dx_rows, config)
-        elif isinstance(config, TeamConfig):
-            team_bwd(dy_rows, y_rows, dx_rows, config)
-        else:
-            wide_bwd(dy_rows, y_rows, dx_rows, config)
+    if isinstance(config, RowsConfig):
+        rows_bwd(dy_rows, y_rows, dx_rows, config)
+    elif isinstance(config, TeamConfig):
+        team_bwd(dy_rows, y_rows, dx_rows, config)
+    else:
+        wide_bwd(dy_rows, y_rows, dx_rows, config)
     return _written(dx, dx_rows, dim)
 
 

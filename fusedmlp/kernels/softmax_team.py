@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmlp.kernels import prepared
 from fusedmlp.kernels.launch import elements_per_vector, num_sms
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -207,18 +208,13 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: TeamConfig) -> None:
         config = TeamConfig(config.block // 2, config.num_warps)
     parts = -(-(n_cols + vector - 1) // config.block)
     packed = x.element_size() == 2 and not _INTERPRETER
-    kernel[(n_rows * parts,)](
-        *tensors,
-        work_area(x, n_rows, parts),
-        *(t.stride(0) for t in tensors),
-        n_cols,
-        part_width(n_cols + vector - 1, parts),
-        0,
-        parts,
-        config.block,
-        vector,
-        packed,
-        num_warps=config.num_warps,
+    prepared.launch(
+        kernel,
+        (*tensors, work_area(x, n_rows, parts)),
+        n_rows * parts,
+        (*(t.stride(0) for t in tensors), n_cols, part_width(n_cols + vector - 1, parts), 0),
+        (parts, config.block, vector, packed),
+        config.num_warps,
     )
 
 

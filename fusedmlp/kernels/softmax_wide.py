@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fusedmlp.kernels import prepared
 from fusedmlp.kernels.launch import elements_per_vector
 from fusedmlp.kernels.softmax_team import (
     _collect,
@@ -139,14 +140,11 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: WideConfig) -> None:
     n_rows, n_cols = x.shape
     vector = elements_per_vector(tensors)
     parts = min(max_parts(x), max(1, n_cols // config.chunk))
-    kernel[(n_rows * parts,)](
-        *tensors,
-        work_area(x, n_rows, parts),
-        *(t.stride(0) for t in tensors),
-        n_cols,
-        part_width(n_cols + vector - 1, parts),
-        parts,
-        config.chunk,
-        vector,
-        num_warps=config.num_warps,
+    prepared.launch(
+        kernel,
+        (*tensors, work_area(x, n_rows, parts)),
+        n_rows * parts,
+        (*(t.stride(0) for t in tensors), n_cols, part_width(n_cols + vector - 1, parts)),
+        (parts, config.chunk, vector),
+        config.num_warps,
     )

@@ -11,7 +11,7 @@ from oracle import assert_within
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fusedmlp import functional
-from fusedmlp.kernels import gemm_launch, linear_gelu
+from fusedmlp.kernels import gemm_launch, linear_gelu, prepared
 from fusedmlp.kernels.reduce import column_sum, dgelu_dbias
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -88,21 +88,21 @@ def test_what_is_kept_for_the_backward_pass():
 
 
 def test_a_launch_is_prepared_once_for_equal_calls(monkeypatch):
-    prepared = []
+    made = []
     forward = gemm_launch.forward
-    monkeypatch.setattr(gemm_launch, "forward", lambda *args: prepared.append(args) or forward(*args))
+    monkeypatch.setattr(gemm_launch, "forward", lambda *args: made.append(args) or forward(*args))
     monkeypatch.setattr(linear_gelu, "_prepared", {})
     weight = normal(16, 8)
     for x in (normal(4, 8), normal(4, 8), normal(4, 16)[:, :8], normal(5, 8)):
         act, _ = linear_gelu.linear_gelu_fwd(x, weight, None, "tanh", False)
         torch.testing.assert_close(act, F.gelu(F.linear(x, weight), approximate="tanh"), rtol=1e-4, atol=1e-5)
-    assert len(prepared) == 3, "other strides and another size are other launches, the second call is not"
+    assert len(made) == 3, "other strides and another size are other launches, the second call is not"
 
 
 def test_prepared_launches_do_not_grow_without_bound():
     table = {}
     for key in range(5000):
-        gemm_launch.remember(table, (key,), None)
+        prepared.remember(table, (key,), None)
     assert len(table) <= 2048
 
 
