@@ -233,8 +233,8 @@ def _fwd_consumer(
             right_smem.store(right.to(smem.dtype))
             _send(preact_desc, pid_m, pid_n, smem)
         left_act = _gelu(left, APPROXIMATE).to(smem.dtype)
-        if STORE_PREACT:
-            _await_sent()
+        # Where no preact is on its way, this only keeps the halves' GELUs apart.
+        _await_sent()
         left_smem.store(left_act)
         right_smem.store(_gelu(right, APPROXIMATE).to(smem.dtype))
         _send(act_desc, pid_m, pid_n, smem)
@@ -252,39 +252,51 @@ def _row_halves(x):
 
 
 @gluon.jit
-def _dgelu_quarter(acc, smem, APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr):
-    """dpreact from products and from the preact in `smem`, which then holds act if asked for, else dpreact."""
-    preact = smem.load(acc.type.layout).to(gl.float32)
-    act, grad = _gelu_and_grad(preact, APPROXIMATE)
-    dpreact = acc * grad
-    if STORE_ACT:
-        smem.store(act.to(smem.dtype))
-    else:
-        smem.store(dpreact.to(smem.dtype))
+def _dgelu(product, smem, APPROXIMATE: gl.constexpr, PUT_ACT: gl.constexpr):
+    """Put act or dpreact where the preact was, in `smem`; returns dpreact."""
+    act, grad = _gelu_and_grad(smem.load(product.type.layout).to(gl.float32), APPROXIMATE)
+    dpreact = (product * grad).to(smem.dtype)
+    smem.store(act.to(smem.dtype) if PUT_ACT else dpreact)
     return dpreact
 
 
 @gluon.jit
-def _dgelu_half(
-    acc, smem, sums_ptr, first_m, first_n, M, N,
-    APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr, SUM_ROWS: gl.constexpr,
-):  # fmt: skip
-    """Both quarters of one column half of a tile, and its column sums.
+def _dgelu_put_act(product, smem, APPROXIMATE: gl.constexpr):
+    """Put act where the preact was, in two steps, which take fewer registers; returns the halves of dpreact."""
+    ROWS: gl.constexpr = smem.shape[0] // 2
+    upper, lower = _row_halves(product)
+    upper = _dgelu(upper, smem.slice(0, ROWS, dim=0), APPROXIMATE, True)
+    return upper, _dgelu(lower, smem.slice(ROWS, ROWS, dim=0), APPROXIMATE, True)
 
-    Quarter by quarter, because a whole tile's products and preacts in fp32 take more registers than a thread has.
+
+@gluon.jit
+def _store_rows(smem, upper, lower):
+    ROWS: gl.constexpr = smem.shape[0] // 2
+    smem.slice(0, ROWS, dim=0).store(upper)
+    smem.slice(ROWS, ROWS, dim=0).store(lower)
+
+
+@gluon.jit
+def _column_sums(smem, sums_ptr, first_m, first_n, M, N):
+    """Write the sums of the columns of a tile in `smem`.
+
+    It is read again, in a layout where a thread holds many rows of few columns: summing the products' own layout takes
+    three times the instructions, for shuffles between threads.
     """
-    ROWS: gl.constexpr = acc.shape[0] // 2
-    layout: gl.constexpr = acc.type.layout
-    upper, lower = _row_halves(acc)
-    upper = _dgelu_quarter(upper, smem.slice(0, ROWS, dim=0), APPROXIMATE, STORE_ACT)
-    lower = _dgelu_quarter(lower, smem.slice(ROWS, ROWS, dim=0), APPROXIMATE, STORE_ACT)
-    if SUM_ROWS:
+    ROWS: gl.constexpr = smem.shape[0]
+    COLUMNS: gl.constexpr = smem.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+    PASS: gl.constexpr = 4 * (256 // COLUMNS)
+    STRIP: gl.constexpr = 2 * PASS
+    sums = gl.zeros((PASS, COLUMNS), gl.float32, layout)
+    offs_m = gl.expand_dims(first_m + gl.arange(0, STRIP, gl.SliceLayout(1, layout)), 1)
+    for r in gl.static_range(0, ROWS, STRIP):
+        strip = smem.slice(r, STRIP, dim=0).load(layout).to(gl.float32)
         # A row beyond M is zero times b, which is NaN where b is not finite.
-        offs_m = gl.expand_dims(first_m + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-        sums = gl.sum(gl.where(offs_m < M, upper, 0.0) + gl.where(offs_m + ROWS < M, lower, 0.0), axis=0)
-        offs_n = first_n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-        gl.store(sums_ptr + offs_n, sums, mask=offs_n < N)
-    return upper.to(smem.dtype), lower.to(smem.dtype)
+        strip = gl.where(offs_m + r < M, strip, 0.0).reshape([STRIP // PASS, PASS, COLUMNS])
+        sums += gl.convert_layout(gl.sum(strip, axis=0), layout, assert_trivial=True)
+    offs_n = first_n + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    gl.store(sums_ptr + offs_n, gl.sum(sums, axis=0), mask=_within(offs_n, N))
 
 
 @gluon.jit
@@ -296,7 +308,6 @@ def _bwd_consumer(
     """Every second tile of this program: products, then GELU's derivative; writes dpreact, act, column sums."""
     BLOCK_M: gl.constexpr = preact_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = preact_desc.block_type.shape[1]
-    HALF_M: gl.constexpr = BLOCK_M // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF_N, 16])
@@ -320,18 +331,20 @@ def _bwd_consumer(
         acc = _product(acc, ring, turn, step, num_k, i, ME, B_IS_NK)
         acc = _finish(acc, ring, step + num_k)
         mbarrier.wait(bar, i & 1)
-        sums_ptr = partial_ptr + pid_m.to(gl.int64) * N
         left, right = _column_halves(acc, half)
-        left0, left1 = _dgelu_half(left, left_smem, sums_ptr, m, n, M, N, APPROXIMATE, STORE_ACT, SUM_ROWS)
-        right0, right1 = _dgelu_half(right, right_smem, sums_ptr, m, n + HALF_N, M, N, APPROXIMATE, STORE_ACT, SUM_ROWS)
         if STORE_ACT:
+            left_rows = _dgelu_put_act(left, left_smem, APPROXIMATE)
+            right_rows = _dgelu_put_act(right, right_smem, APPROXIMATE)
             _send(act_desc, pid_m, pid_n, smem)
             _await_sent()
-            left_smem.slice(0, HALF_M, dim=0).store(left0)
-            left_smem.slice(HALF_M, HALF_M, dim=0).store(left1)
-            right_smem.slice(0, HALF_M, dim=0).store(right0)
-            right_smem.slice(HALF_M, HALF_M, dim=0).store(right1)
+            _store_rows(left_smem, left_rows[0], left_rows[1])
+            _store_rows(right_smem, right_rows[0], right_rows[1])
+        else:
+            _dgelu(left, left_smem, APPROXIMATE, False)
+            _dgelu(right, right_smem, APPROXIMATE, False)
         _send(dpreact_desc, pid_m, pid_n, smem)
+        if SUM_ROWS:
+            _column_sums(smem, partial_ptr + pid_m.to(gl.int64) * N, m, n, M, N)
         step += 2 * num_k
         i += 1
     tma.store_wait(0)
