@@ -5,7 +5,8 @@
 
 Times stand behind a correctness gate (unless --only leaves it out): every kernel in every configuration against float64
 products of the same inputs, odd sizes, all dtypes and all epilogues included, in processes of their own. Candidates of
-one row take turns in random order, each after a while of running alone; what counts is their ratio.
+one row take turns in random order, each after a while of running alone and replayed from a CUDA graph, so that kernels
+are timed and not their launches (those are in the table of host times); what counts is their ratio.
 Writes gemm.json and gemm.md to --out and prints the tables.
 """
 
@@ -45,6 +46,7 @@ def parse() -> argparse.Namespace:
         "--try", dest="tries", default="", help="Hopper kernels to time too: GROUP_MxBLOCK_KxSTAGES,..."
     )
     parser.add_argument("--impls", default="native,compiled,manual", help="implementations beside triton; native stays")
+    parser.add_argument("--eager", action="store_true", help="launch call by call, not from a CUDA graph")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settle", type=int, default=60, help="ms of running a candidate before it is measured")
     parser.add_argument("--rep", type=int, default=30, help="ms of measuring per candidate and round")
@@ -81,6 +83,8 @@ def time_in_turns(candidates: dict[str, Callable], args: argparse.Namespace) -> 
     A GPU at its power limit takes some tens of ms to settle on a clock, so without that while a candidate would be
     measured at the clock of the one before it.
     """
+    if not args.eager:
+        candidates = {name: timing.captured(candidate) for name, candidate in candidates.items()}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(args.rounds):
         for name in random.sample(list(candidates), len(candidates)):
