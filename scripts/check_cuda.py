@@ -5,9 +5,10 @@
     compute-sanitizer --tool memcheck  python scripts/check_cuda.py --sanitize-small
     compute-sanitizer --tool racecheck python scripts/check_cuda.py --sanitize-small
 
-An error may be twice that of the native op, plus a rounding band (tests/oracle.py has the same bound). Writes cuda.json
-and cuda.md to --out, prints the table, and ends with 1 if anything was wrong. Times of the kernels are in bench_ops.py
-and bench_gemm.py.
+An error may be twice that of the native op, plus a rounding band (tests/oracle.py has the same bound), plus what the
+order of a sum in fp32 may cost: of n terms added one by one the rounding errors walk as far as sqrt(n) of them.
+Writes cuda.json and cuda.md to --out, prints the table, and ends with 1 if anything was wrong. Times of the kernels are
+in bench_ops.py and bench_gemm.py.
 """
 
 import argparse
@@ -96,6 +97,7 @@ def share_of_bound(case: Case, dtype: torch.dtype) -> float:
         for impl, d in (("cuda", dtype), ("cuda", dtype), ("manual", torch.float64), ("native", dtype))
     )
     eps, inner = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    walk = max(case.shape) ** 0.5 if case.op in ("linear_gelu", "mlp") else 0.0
     worst = 0.0
     for one, other, exact, reference in zip(got, again, expected, eager, strict=True):
         if exact.numel() == 0:
@@ -103,7 +105,7 @@ def share_of_bound(case: Case, dtype: torch.dtype) -> float:
         if not torch.equal(one, other) or not torch.isfinite(one).all():
             return float("inf")
         error, allowed = (one - exact).abs().max(), 2 * (reference - exact).abs().max()
-        bound = allowed + 2 * eps * exact.abs().max() + inner * incoming
+        bound = allowed + 2 * eps * exact.abs().max() + inner * (incoming + walk * exact.square().mean().sqrt())
         worst = max(worst, (error / bound).item())
     return worst
 

@@ -130,12 +130,14 @@ def test_cuda_graph(net, x):
             static.grad = None
             y = net(static)
             (y * torch.arange(16, device="cuda")).sum().backward()
+    # Its graph keeps what accumulates gradients on the stream of the first backward pass.
+    del y
     torch.cuda.current_stream().wait_stream(stream)
     net.zero_grad(set_to_none=True)
     static.grad = None
     graph = torch.cuda.CUDAGraph()
     weights = torch.arange(16, device="cuda")
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         y = net(static)
         (y * weights).sum().backward()
     with torch.no_grad():

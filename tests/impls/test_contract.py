@@ -141,7 +141,9 @@ def test_softmax_of_many_rows(impl, device):
 def test_softmax_of_a_wide_row(impl, device):
     for columns in (5_000, 40_000):
         x = normal(2, columns, dtype=torch.float32, device=device, scale=4.0)
-        check(Case("softmax", {"x": x}, {"dim": 1}), impl, normal(2, columns, dtype=torch.float32, device=device))
+        dy = normal(2, columns, dtype=torch.float32, device=device)
+        # An online sum is scaled again, and rounded, once for each of a row's blocks.
+        check(Case("softmax", {"x": x}, {"dim": 1}), impl, dy, roundings=2 + columns // 2048)
 
 
 def test_softmax_of_special_rows(impl, dtype, device):
