@@ -4,6 +4,7 @@ A single time means little: cards differ and their clocks drift. So candidates a
 gives the card's bandwidth in the same minute, and what counts is a ratio inside one run.
 """
 
+import functools
 import json
 import platform
 import statistics
@@ -71,12 +72,13 @@ def captured(function: Callable[[], Any], stream: torch.cuda.Stream | None = Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = function()
+    return functools.partial(_replay, graph, results, function)
 
-    def replay() -> Any:
-        graph.replay()
-        return results
 
-    return replay
+def _replay(graph: torch.cuda.CUDAGraph, results: Any, _function: Callable[[], Any]) -> Any:
+    """Replay; the results live in the graph's memory, and what the function holds on to is what the graph reads."""
+    graph.replay()
+    return results
 
 
 def copy_bytes_per_ms(num_bytes: int = 1 << 30) -> float:
