@@ -54,27 +54,42 @@ def parse() -> argparse.Namespace:
 
 
 def linear_tables(args: argparse.Namespace, approximate: str) -> dict[str, list[dict]]:
-    """Forward with and without preact, and the backward GEMM with dGELU, against GEMM alone, native and compiled."""
+    """Forward, and the backward GEMM with dGELU, against the GEMM alone and what the others do."""
     tables: dict[str, list[dict]] = {"forward": [], "backward": []}
     for M, K, N in LINEAR:
         if args.k and K not in args.k:
             continue
         x, weight, bias = normal(M, K), normal(N, K, scale=K**-0.5), normal(N)
+        act = F.gelu(F.linear(x.double(), weight.double(), bias.double()), approximate=approximate)
+        tables["forward"] += rows_of(f"{M}, {K}, {N}", linear_candidates(args, x, weight, bias, approximate), act, args)
+        del act
         dy, weight2, preact = normal(M, K), normal(K, N, scale=K**-0.5), normal(M, N)
-        forward = linear_candidates(args, x, weight, bias, approximate)
-        backward = dgelu_candidates(args, dy, weight2, preact, approximate)
-        for direction, candidates in (("forward", forward), ("backward", backward)):
-            times = time_in_turns(candidates, args)
-            row: dict = {"M, K, N": f"{M}, {K}, {N}"} | {name: t.p50 for name, t in times.items()}
-            row |= {f"{name} / GEMM": t.p50 / times["GEMM"].p50 for name, t in times.items() if "triton" in name}
-            tables[direction].append(row)
-            print(
-                approximate,
-                direction,
-                {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()},
-                flush=True,
-            )
+        dpreact = (dy.double() @ weight2.double()) * gate_gemm.gelu_grad(preact.double(), approximate)
+        candidates = dgelu_candidates(args, dy, weight2, preact, approximate)
+        tables["backward"] += rows_of(f"{M}, {K}, {N}", candidates, dpreact, args)
+        del dpreact
+        torch.cuda.empty_cache()
     return tables
+
+
+def rows_of(case: str, candidates: dict[str, Callable], expected: Tensor, args: argparse.Namespace) -> list[dict]:
+    """One row for each candidate: time, what it is of the GEMM alone and of native, peak memory, error."""
+    times = time_in_turns(candidates, args)
+    rows = []
+    for name, t in times.items():
+        row: dict = {"M, K, N": case, "impl": name, "ms": t.p50, "/ GEMM": t.p50 / times["GEMM"].p50}
+        row |= {"x native": times["native"].p50 / t.p50, "p20": t.p20, "p80": t.p80, "peak MiB": None, "error": None}
+        if name != "GEMM":
+            row["peak MiB"] = timing.peak_bytes(candidates[name]) / 2**20
+            result = candidates[name]()
+            row["error"] = relative_error((result if isinstance(result, Tensor) else result[0]).detach(), expected)
+        rows.append(row)
+        print(short(row), flush=True)
+    return rows
+
+
+def short(row: dict) -> dict:
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
 
 
 def time_in_turns(candidates: dict[str, Callable], args: argparse.Namespace) -> dict[str, timing.Timing]:
@@ -99,9 +114,13 @@ def linear_candidates(args, x: Tensor, weight: Tensor, bias: Tensor, approximate
     candidates = {"GEMM": lambda: F.linear(x, weight), "native": native}
     if approximate == "tanh":  # the only one it has
         candidates["cuBLASLt act"] = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-    if "compiled" in args.impls:
-        compiled = impls.load("compiled").linear_gelu
-        candidates["compiled"] = lambda: compiled(x, weight, bias, approximate)
+    leaves = tuple(t.detach().requires_grad_() for t in (x, weight, bias))
+    for name in args.impls.split(","):
+        op = impls.load(name).linear_gelu
+        if name != "native":
+            candidates[f"{name} act"] = lambda op=op: op(x, weight, bias, approximate)
+        if name == "cuda":
+            candidates[f"{name} preact+act"] = lambda op=op: op(*leaves, approximate)
     candidates["triton act"] = lambda: linear_gelu.linear_gelu_fwd(x, weight, bias, approximate, False)
     candidates["triton preact+act"] = lambda: linear_gelu.linear_gelu_fwd(x, weight, bias, approximate, True)
     for name, override in overrides(args, backward=False):
@@ -115,10 +134,14 @@ def dgelu_candidates(args, dy: Tensor, weight: Tensor, preact: Tensor, approxima
     def native():
         return torch.ops.aten.gelu_backward(dy @ weight, preact, approximate=approximate)
 
+    def native_dbias():
+        dpreact = native()
+        return dpreact, dpreact.sum(0)
+
     def fused(store_act: bool, need_dbias: bool):
         return lambda: linear_gelu.dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias)
 
-    candidates = {"GEMM": lambda: dy @ weight, "native": native, "native dbias": lambda: native().sum(0)}
+    candidates = {"GEMM": lambda: dy @ weight, "native": native, "native dbias": native_dbias}
     candidates |= {"triton": fused(False, False), "triton dbias": fused(False, True)}
     candidates["triton dbias act"] = fused(True, True)
     for name, override in overrides(args, backward=True):
@@ -160,19 +183,19 @@ def mlp_table(args: argparse.Namespace, approximate: str) -> list[dict]:
             candidates[f"triton {keep}"] = mlp_step(
                 "triton", (x, weight1, bias1, weight2, bias2), dy, approximate, keep
             )
+        exact = mlp_exact((x, weight1, bias1, weight2, bias2), dy, approximate)
         times = time_in_turns(candidates, args)
         limit, baseline = times["six GEMMs"].p50, times["native"].p50
         peaks = {name: timing.peak_bytes(candidates[name]) / 2**20 for name in candidates if name != "six GEMMs"}
         for name, t in times.items():
             row = {"d": width, "impl": name, "ms": t.p50, "share of GEMMs": limit / t.p50, "x native": baseline / t.p50}
             row |= {"peak MiB": peaks.get(name), "peak / native": peaks.get(name, 0) / peaks["native"]}
-            if width == MLP_WIDTHS[0] and name != "six GEMMs":
-                row["worst error"] = mlp_error(candidates[name], (x, weight1, bias1, weight2, bias2), dy, approximate)
-            else:
-                row["worst error"] = None
+            row["worst error"] = None
+            if name != "six GEMMs":
+                row["worst error"] = max(relative_error(*pair) for pair in zip(candidates[name](), exact, strict=True))
             rows.append(row)
-            print(approximate, {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        del candidates
+            print(approximate, short(row), flush=True)
+        del candidates, exact
         torch.cuda.empty_cache()
     return rows
 
@@ -207,11 +230,10 @@ def mlp_step(impl: str, tensors: tuple[Tensor, ...], dy: Tensor, approximate: st
     return step
 
 
-def mlp_error(step: Callable, tensors: tuple[Tensor, ...], dy: Tensor, approximate: str) -> float:
-    """Largest relative error of the five gradients against float64, whole matrices."""
+def mlp_exact(tensors: tuple[Tensor, ...], dy: Tensor, approximate: str) -> tuple[Tensor, ...]:
+    """The five gradients in float64."""
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    expected = torch.autograd.grad(impls.load("native").mlp(*wide, approximate), wide, dy.double())
-    return max(relative_error(g, e) for g, e in zip(step(), expected, strict=True))
+    return torch.autograd.grad(impls.load("native").mlp(*wide, approximate), wide, dy.double())
 
 
 def host_table() -> list[dict]:

@@ -18,11 +18,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the record")
     parser.add_argument("--impl", nargs="*", default=["manual", "native", "compiled", "triton"])
+    parser.add_argument("--quick", action="store_true", help="a gate in bf16 alone, and shorter measurements")
     args = parser.parse_args()
+    quick_ops = ["--rounds", "2", "--rep", "15"] if args.quick else []
+    quick_gemm = ["--gate", "bfloat16", "--settle", "40", "--rep", "20"] if args.quick else []
     others = ",".join(name for name in args.impl if name != "triton")
     commands = (
-        ["bench_ops.py", "--out", str(args.out), "--impl", *args.impl],
-        ["bench_gemm.py", "--out", str(args.out), "--impls", others],
+        ["bench_ops.py", "--out", str(args.out), "--impl", *args.impl, *quick_ops],
+        ["bench_gemm.py", "--out", str(args.out), "--impls", others, *quick_gemm],
     )
     # One after the other, in processes of their own: what one compiles or allocates is nothing to the other's times.
     return max(subprocess.run([sys.executable, str(FOLDER / name), *rest]).returncode for name, *rest in commands)

@@ -1,13 +1,13 @@
-"""impl=cuda on this machine's GPU: build it, hold every op against float64, run every kernel once for a sanitizer.
+"""Hand-written kernels on this machine's GPU: every op against float64, every kernel once for a sanitizer.
 
-    python scripts/check_cuda.py --out profiles/runs/cuda          # build, correctness in all dtypes, host time
-    python scripts/check_cuda.py --out profiles/runs/cuda --quick  # fewer shapes
-    compute-sanitizer --tool memcheck  python scripts/check_cuda.py --sanitize-small
-    compute-sanitizer --tool racecheck python scripts/check_cuda.py --sanitize-small
+    python scripts/check_impl.py cuda --out profiles/runs/cuda          # build, correctness in all dtypes, host time
+    python scripts/check_impl.py triton --out profiles/runs/triton --quick
+    compute-sanitizer --tool memcheck  python scripts/check_impl.py cuda --sanitize-small
+    compute-sanitizer --tool racecheck python scripts/check_impl.py cuda --sanitize-small
 
 An error may be twice that of the native op, plus a rounding band (tests/oracle.py has the same bound), plus what the
 order of a sum in fp32 may cost: of n terms added one by one the rounding errors walk as far as sqrt(n) of them.
-Writes cuda.json and cuda.md to --out, prints the table, and ends with 1 if anything was wrong. Times of the kernels are
+Writes IMPL.json and IMPL.md to --out, prints the table, and ends with 1 if anything was wrong. Times of the kernels are
 in bench_ops.py and bench_gemm.py.
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import gate_gemm
 import torch
 from torch import Tensor
 
@@ -88,13 +89,13 @@ def products(shape: tuple[int, ...], approximate: str, bias: bool, dtype: torch.
     yield Case("mlp", shape, [x, weight1, bias1, weight2, bias2], approximate)
 
 
-def share_of_bound(case: Case, dtype: torch.dtype) -> float:
+def share_of_bound(name: str, case: Case, dtype: torch.dtype) -> float:
     """Largest error of the output and the gradients, as a share of what is allowed; inf for a wrong NaN."""
     dy = normal(case.shape[0], case.shape[-1], dtype=dtype)
     incoming = dy.abs().max().item() if dy.numel() else 1.0
     got, again, expected, eager = (
         case.run(impl, dy, d)
-        for impl, d in (("cuda", dtype), ("cuda", dtype), ("manual", torch.float64), ("native", dtype))
+        for impl, d in ((name, dtype), (name, dtype), ("manual", torch.float64), ("native", dtype))
     )
     eps, inner = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     walk = max(case.shape) ** 0.5 if case.op in ("linear_gelu", "mlp") else 0.0
@@ -110,13 +111,13 @@ def share_of_bound(case: Case, dtype: torch.dtype) -> float:
     return worst
 
 
-def check(quick: bool) -> list[dict]:
+def check(impl: str, quick: bool) -> list[dict]:
     """The worst case of each op and dtype."""
     rows = []
     for name, dtype in DTYPES.items():
         worst: dict[str, tuple[float, str]] = {}
         for case in cases(dtype, quick):
-            share = share_of_bound(case, dtype)
+            share = share_of_bound(impl, case, dtype)
             key, where = case.op, f"{case.shape} {case.argument}"
             worst[key] = max(worst.get(key, (-1.0, "")), (share, where))
             if share > 1.0:
@@ -158,14 +159,14 @@ def host_us(function: Callable[[], object], times: int = 300) -> float:
     return elapsed / times * 1e6
 
 
-def host_times() -> list[dict]:
+def host_times(checked: str) -> list[dict]:
     x, weight, bias = (normal(*s, dtype=torch.bfloat16).requires_grad_() for s in ((64, 64), (64, 64), (64,)))
 
     def step(op: Callable, *arguments) -> Callable[[], None]:
         return lambda: op(*arguments).backward(torch.ones(64, 64, device="cuda", dtype=torch.bfloat16))
 
     rows = []
-    for impl in ("native", "cuda"):
+    for impl in ("native", checked):
         module = impls.load(impl)
         calls = {
             "gelu": (module.gelu, x, "none"),
@@ -180,54 +181,64 @@ def host_times() -> list[dict]:
     return rows
 
 
-def sanitize_small() -> None:
-    """Every kernel once, on sizes that a sanitizer gets through; nothing is timed, so there is one launch of each."""
+def sanitize_small(impl: str) -> None:
+    """Every kernel once, on sizes that a sanitizer gets through; of what is timed for a choice there is one launch."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     for dtype in DTYPES.values():
         for approximate in ("none", "tanh"):
             for n in (4096 + 5, 7):
-                run(functional.gelu, [normal(n, dtype=dtype)], approximate)
+                run(impl, functional.gelu, [normal(n, dtype=dtype)], approximate)
             for M, K, N in ((40, 32, 264), (33, 9, 37)):
                 x, weight, bias = normal(M, K, dtype=dtype), normal(N, K, dtype=dtype), normal(N, dtype=dtype)
-                run(functional.linear_gelu, [x, weight, bias], approximate)
-                run(functional.mlp, [x, weight, bias, weight.t().contiguous(), normal(K, dtype=dtype)], approximate)
-        for columns in (3, 128, 250, 500, 1000, 1025, 5000, 16385, 32769, 70_000, 140_000, 600_001):
-            run(functional.softmax, [normal(3, columns, dtype=dtype)], 1)
+                run(impl, functional.linear_gelu, [x, weight, bias], approximate)
+                run(
+                    impl,
+                    functional.mlp,
+                    [x, weight, bias, weight.t().contiguous(), normal(K, dtype=dtype)],
+                    approximate,
+                )
+                if impl == "triton":
+                    for results in (gate_gemm.forward_results, gate_gemm.backward_results):
+                        list(results(M, K, N, dtype, approximate))
+        for columns in (3, 128, 250, 500, 1000, 1025, 5000, 16385, 32769, 70_000, 140_000, 600_001, 1_100_003):
+            run(impl, functional.softmax, [normal(3, columns, dtype=dtype)], 1)
     torch.cuda.synchronize()
     print("every kernel ran")
 
 
-def run(op: Callable, tensors: list[Tensor], argument: str | int) -> None:
+def run(impl: str, op: Callable, tensors: list[Tensor], argument: str | int) -> None:
     leaves = [t.requires_grad_() for t in tensors]
-    y = op(*leaves, argument, impl="cuda")
+    y = op(*leaves, argument, impl=impl)
     y.backward(torch.randn_like(y))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder for cuda.json and cuda.md")
+    parser.add_argument("impl", choices=["cuda", "triton"])
+    parser.add_argument("--out", type=Path, help="folder for IMPL.json and IMPL.md")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     parser.add_argument("--sanitize-small", action="store_true", help="run every kernel once and end")
     options = parser.parse_args()
-    if (reason := impls.unavailable("cuda")) is not None:
-        parser.error(f"impl=cuda cannot run here: {reason}")
+    impl = options.impl
+    if (reason := impls.unavailable(impl)) is not None:
+        parser.error(f"impl={impl} cannot run here: {reason}")
     torch.manual_seed(0)
     if options.sanitize_small:
-        sanitize_small()
+        sanitize_small(impl)
         return 0
     if options.out is None:
         parser.error("--out DIR is missing")
-    start = build_seconds()
+    start = build_seconds() if impl == "cuda" else {}
     print(timing.markdown_table([start]), flush=True)
-    rows = check(options.quick)
-    host = host_times()
-    text = "\n\n".join(map(timing.markdown_table, ([start], rows, host)))
+    rows = check(impl, options.quick)
+    host = host_times(impl)
+    text = "\n\n".join(timing.markdown_table(table) for table in ([start], rows, host) if table != [{}])
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)
     record = {"environment": timing.environment(), "build": start, "errors": rows, "host": host}
-    (options.out / "cuda.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.out / "cuda.md").write_text(text + "\n")
+    (options.out / f"{impl}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.out / f"{impl}.md").write_text(text + "\n")
     return 0 if all(row["share"] <= 1.0 for row in rows) else 1
 
 
