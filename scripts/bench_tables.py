@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a gate in bf16 alone, and shorter measurements")
     args = parser.parse_args()
     quick_ops = ["--rounds", "2", "--rep", "15"] if args.quick else []
-    quick_gemm = ["--gate", "bfloat16", "--settle", "40", "--rep", "20"] if args.quick else []
+    quick_gemm = ["--gate", "bfloat16", "--rounds", "2", "--settle", "40", "--rep", "15"] if args.quick else []
     others = ",".join(name for name in args.impl if name != "triton")
     commands = (
         ["bench_ops.py", "--out", str(args.out), "--impl", *args.impl, *quick_ops],
