@@ -121,8 +121,13 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": commit,
         "uncommitted changes": None if commit is None else bool(changes),
-        "command": " ".join(sys.argv),
+        "command": " ".join((_relative(sys.argv[0]), *sys.argv[1:])),
     }
+
+
+def _relative(path: str) -> str:
+    """A path below the current directory without the latter."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def _output(*command: str) -> str | None:

@@ -5,17 +5,18 @@
 namespace fusedmlp {
 namespace {
 
-constexpr int kThreads = 256;
-// Elements of one thread: enough bytes in flight, few enough registers.
-constexpr int kElements = 16;
-constexpr int64_t kBlock = kThreads * kElements;
+// Small blocks, so that the next one starts as soon as 4 KB are written.
+constexpr int kThreads = 128;
+// 16-byte accesses of one thread: enough bytes in flight, few enough registers.
+constexpr int kLoads = 2;
+template <typename T>
+constexpr int64_t kBlock = kThreads * kLoads * kVec<T>;
 
-// One block reads kBlock consecutive elements of x and writes gelu(x).
+// One block reads kBlock<T> consecutive elements of x and writes gelu(x).
 template <typename T, bool kTanh>
 __global__ void __launch_bounds__(kThreads) gelu_fwd_kernel(const T* __restrict__ x, T* __restrict__ y, int64_t n) {
-  constexpr int kLoads = kElements / kVec<T>;
-  const int64_t start = static_cast<int64_t>(blockIdx.x) * kBlock;
-  if (start + kBlock > n) {
+  const int64_t start = static_cast<int64_t>(blockIdx.x) * kBlock<T>;
+  if (start + kBlock<T> > n) {
     for (int64_t i = start + threadIdx.x; i < n; i += kThreads) y[i] = from_float<T>(gelu<kTanh>(to_float(x[i])));
     return;
   }
@@ -32,13 +33,12 @@ __global__ void __launch_bounds__(kThreads) gelu_fwd_kernel(const T* __restrict_
   }
 }
 
-// One block reads kBlock consecutive elements of dy and x and writes dx = dy * gelu'(x).
+// One block reads kBlock<T> consecutive elements of dy and x and writes dx = dy * gelu'(x).
 template <typename T, bool kTanh>
 __global__ void __launch_bounds__(kThreads)
     gelu_bwd_kernel(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, int64_t n) {
-  constexpr int kLoads = kElements / kVec<T>;
-  const int64_t start = static_cast<int64_t>(blockIdx.x) * kBlock;
-  if (start + kBlock > n) {
+  const int64_t start = static_cast<int64_t>(blockIdx.x) * kBlock<T>;
+  if (start + kBlock<T> > n) {
     for (int64_t i = start + threadIdx.x; i < n; i += kThreads) {
       dx[i] = from_float<T>(to_float(dy[i]) * gelu_grad<kTanh>(to_float(x[i])));
     }
@@ -62,7 +62,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-Grid grid_of(int64_t n) { return {ceil_div(n, kBlock), kThreads}; }
+template <typename T>
+Grid grid_of(int64_t n) {
+  return {ceil_div(n, kBlock<T>), kThreads};
+}
 
 }  // namespace
 
@@ -70,7 +73,7 @@ cudaError_t gelu_fwd(Dtype dtype, Approximate approximate, const void* x, void* 
   return with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return with_approximate(approximate, [&](auto tanh) {
-      return launch(gelu_fwd_kernel<T, decltype(tanh)::value>, grid_of(n), stream, static_cast<const T*>(x),
+      return launch(gelu_fwd_kernel<T, decltype(tanh)::value>, grid_of<T>(n), stream, static_cast<const T*>(x),
                     static_cast<T*>(y), n);
     });
   });
@@ -81,7 +84,7 @@ cudaError_t gelu_bwd(Dtype dtype, Approximate approximate, const void* dy, const
   return with_type(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return with_approximate(approximate, [&](auto tanh) {
-      return launch(gelu_bwd_kernel<T, decltype(tanh)::value>, grid_of(n), stream, static_cast<const T*>(dy),
+      return launch(gelu_bwd_kernel<T, decltype(tanh)::value>, grid_of<T>(n), stream, static_cast<const T*>(dy),
                     static_cast<const T*>(x), static_cast<T*>(dx), n);
     });
   });

@@ -108,9 +108,39 @@ __global__ void __launch_bounds__(kNarrowThreads)
   if (row < M) store_scaled<T, kVectors>(y + m * N, span, lane, lanes, 1.0f / sum, values);
 }
 
-// One block, or a cluster of blocks, reads one row of x, keeps it in registers, and writes its softmax.
+template <typename T, int kVectors>
+__device__ __forceinline__ float largest(const Packed (&packed)[kVectors]) {
+  float max = -INFINITY;
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    float values[kVec<T>];
+    unpack<T>(packed[r], values);
+    max = fmaxf(max, largest(values));
+  }
+  return max;
+}
+
+// Sum of e^(x - max).
+template <typename T, int kVectors>
+__device__ __forceinline__ float sum_of_exponentials(float max, const Packed (&packed)[kVectors]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    float values[kVec<T>];
+    unpack<T>(packed[r], values);
+    sum += exponentials(max, values);
+  }
+  return sum;
+}
+
+// Threads of a block that keeps a row. Twice as many values of 16 bits need more registers than 1024 threads can have.
+template <typename T>
+constexpr int kRowThreads = sizeof(T) == 2 ? kUsualThreads : kMostThreads;
+
+// One block, or a cluster of blocks, reads one row of x, keeps it in registers, and writes its softmax. The row is kept
+// as it came: in 16 bits it leaves room for twice as many bytes under way, and the second e^x costs less than waiting.
 template <typename T, int kVectors, bool kCluster>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kRowThreads<T>)
     softmax_fwd_row_kernel(const T* __restrict__ x, int64_t stride_x, T* __restrict__ y, int64_t N) {
   if constexpr (kCluster) cluster_arrive();
   const int blocks = kCluster ? cluster_size() : 1;
@@ -119,13 +149,23 @@ __global__ void __launch_bounds__(kMostThreads)
   const int first = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
   const int step = blocks * static_cast<int>(blockDim.x);
   const auto span = span_of<int>(y + m * N, N);
-  float values[kVectors * kVec<T>];
-  load_values<T, kVectors>(x + m * stride_x, span, first, step, values);
-  const float warp_max = over_lanes(largest(values), kWarp, Max{});
-  const float warp_sum = over_lanes(exponentials(warp_max, values), kWarp, Sum{});
+  Packed packed[kVectors];
+  load_vectors<T>(x + m * stride_x, span, first, step, -INFINITY, packed);
+  const float warp_max = over_lanes(largest<T>(packed), kWarp, Max{});
+  keep_packed_until(warp_max, packed);
+  const float warp_sum = over_lanes(sum_of_exponentials<T>(warp_max, packed), kWarp, Sum{});
   const MaxSum of_row = over_row<kCluster>(MaxSum{warp_max, warp_sum}, nothing(), Combine{});
-  const float scale = rescale(warp_max, of_row.max) / of_row.sum;
-  store_scaled<T, kVectors>(y + m * N, span, first, step, scale, values);
+  keep_packed_until(of_row.sum, packed);
+  const float scale = 1.0f / of_row.sum;
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    float values[kVec<T>];
+    unpack<T>(packed[r], values);
+    exponentials(of_row.max, values);
+#pragma unroll
+    for (float& value : values) value *= scale;
+    store_vector(y + m * N, span, first + r * step, values);
+  }
 }
 
 // One block reads one row of x twice, for (max, sum) and for the softmax that it writes.
@@ -150,14 +190,17 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// A thread holds 32 values in registers.
+// A thread holds 32 values in registers, or twice as many of 16 bits where a row would fill more than a block.
 template <typename T>
 constexpr int kMostVectors = 32 / kVec<T>;
+constexpr int kMostWide = 8;
 
 template <typename T>
 cudaError_t run(const T* x, int64_t stride_x, T* y, int64_t M, int64_t N, int max_cluster, cudaStream_t stream) {
   constexpr int kMost = kMostVectors<T>;
-  const SoftmaxPlan plan = softmax_plan(most_row_vectors(M, N, y), kMost, max_cluster);
+  const int64_t row_vectors = most_row_vectors(M, N, y);
+  const int most = row_vectors <= int64_t{kUsualThreads} * kMost ? kMost : kMostWide;
+  const SoftmaxPlan plan = softmax_plan(row_vectors, most, max_cluster, kRowThreads<T>);
   switch (plan.spread) {
     case Spread::kLanes:
       return with_vectors<kMost>(plan.vectors, [&](auto vectors) {
@@ -166,9 +209,12 @@ cudaError_t run(const T* x, int64_t stride_x, T* y, int64_t M, int64_t N, int ma
                       plan.lanes);
       });
     case Spread::kBlock:
-      return launch_rows<MaxSum>(softmax_fwd_row_kernel<T, kMost, false>, plan, M, stream, x, stride_x, y, N);
+      if (plan.vectors == kMost) {
+        return launch_rows<MaxSum>(softmax_fwd_row_kernel<T, kMost, false>, plan, M, stream, x, stride_x, y, N);
+      }
+      return launch_rows<MaxSum>(softmax_fwd_row_kernel<T, kMostWide, false>, plan, M, stream, x, stride_x, y, N);
     case Spread::kCluster:
-      return launch_rows<MaxSum>(softmax_fwd_row_kernel<T, kMost, true>, plan, M, stream, x, stride_x, y, N);
+      return launch_rows<MaxSum>(softmax_fwd_row_kernel<T, kMostWide, true>, plan, M, stream, x, stride_x, y, N);
     case Spread::kTwice:
       return launch_rows<MaxSum>(softmax_fwd_twice_kernel<T, 4>, plan, M, stream, x, stride_x, y, N);
   }

@@ -31,14 +31,15 @@ constexpr int64_t next_power_of_2(int64_t n) {
 }
 
 // row_vectors: vectors that a row of N elements can touch.  most_vectors: what a thread can hold, 4 or 8.
-// max_cluster: blocks that can form a cluster, 1 where there are no clusters.
-constexpr SoftmaxPlan softmax_plan(int64_t row_vectors, int most_vectors, int max_cluster) {
+// max_cluster: blocks that can form a cluster, 1 where there are no clusters.  most_threads: of a block.
+constexpr SoftmaxPlan softmax_plan(int64_t row_vectors, int most_vectors, int max_cluster,
+                                   int most_threads = kMostThreads) {
   if (row_vectors <= int64_t{32} * most_vectors) {
     const int lanes = static_cast<int>(next_power_of_2(row_vectors < 32 ? row_vectors : 32));
     const int vectors = static_cast<int>(next_power_of_2((row_vectors + lanes - 1) / lanes));
     return {Spread::kLanes, vectors, lanes, kNarrowThreads, 1};
   }
-  for (int threads = kUsualThreads; threads <= kMostThreads; threads *= 2) {
+  for (int threads = kUsualThreads; threads <= most_threads; threads *= 2) {
     if (row_vectors <= int64_t{threads} * most_vectors) {
       const int warps = static_cast<int>((row_vectors + 32 * most_vectors - 1) / (32 * most_vectors));
       return {Spread::kBlock, most_vectors, warps * 32, warps * 32, 1};
