@@ -78,13 +78,15 @@ def test_every_kernel_is_there_for_every_architecture(sass):
 
 
 def test_nothing_is_spilled(library):
-    """Neither registers nor indexed arrays go to local memory, and a block of 1024 threads fits where there is one."""
+    """Neither registers nor indexed arrays go to local memory, and the largest block of each kernel fits."""
     usage = re.findall(r"Function (\S+):\s*REG:(\d+) STACK:(\d+)", dump(library, "--dump-resource-usage"))
     assert len(usage) >= 3 * len(FAMILIES) * len(ARCHS)
     for name, registers, stack in usage:
         assert int(stack) == 0, f"{name} has {stack} bytes of stack"
         if "_row_kernel" in name or "_twice_kernel" in name:
-            assert int(registers) <= 64, f"{name}: {registers} registers"
+            # 512 threads a block for 16-bit rows forward, which are held in more registers; else 1024.
+            most = 128 if re.search(r"softmax_fwd_row_kernelI(13__nv_bfloat16|6__half)", name) else 64
+            assert int(registers) <= most, f"{name}: {registers} registers"
 
 
 def test_memory_is_accessed_16_bytes_at_a_time(sass):
