@@ -1,0 +1,205 @@
+"""How long an op will take with each implementation on a named GPU: a small cost model, without running anything.
+
+    gelu, softmax        ms = bytes that have to be moved / (copy bandwidth * share)
+    linear_gelu, mlp     ms = time of the matrix products + passes * (bytes of one hidden-sized tensor / copy bandwidth)
+    each kernel          at least 2 us
+    a call               takes the larger of the kernels' time and the host's
+
+`share` (of copy speed) and `passes` (trips of a hidden-sized tensor through memory that nothing hides: GELU and bias
+gradients by themselves, or an epilogue) are what differs between implementations. They are calibrated: each comes from
+a measurement of that implementation, the one nearest in dtype, kind of GELU, alignment and width (`calibration.py`).
+The two rates of a card are its data sheet's times what an H200 reaches of its own: 0.885 of the bandwidth (4.25 of 4.8
+TB/s) and 0.70 of the dense peak, full waves. The host's times are an H200 machine's as well. So for an H200 this
+interpolates measurements; for another card it says what to expect if it were an H200 with other rates.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fusedmlp.bench.cards import Card
+from fusedmlp.bench.cases import Case
+from fusedmlp.bench.waves import best_tile
+
+COPY_SHARE = 0.885
+GEMM_SHARE = 0.70
+# Shortest time of a kernel, in ms.
+KERNEL_MS = 0.002
+
+
+class Host(NamedTuple):
+    """The host's time in us: for a call, for each operator in it; for a backward pass, for each operator there."""
+
+    call: float
+    operator: float
+    enter: float
+    operator_back: float
+
+
+# One core of an H200 machine, profiles/records/LOG.md, 2026-11-29-h200-gemm and 2026-11-29-h200-training.
+HOST_US = {
+    "manual": Host(0, 12, 70, 45),
+    "native": Host(0, 12, 70, 45),
+    "compiled": Host(80, 0, 350, 0),
+    "triton": Host(0, 36, 70, 85),
+}
+# Operators of forward and backward, which are the kernels too; "" is for what fuses GELU into a product.
+_OPERATORS = {
+    "gelu": {"manual": (6, 10), "": (1, 1)},
+    "softmax": {"manual": (5, 8), "": (1, 1)},
+    "linear_gelu": {"manual": (8, 16), "native": (2, 4), "compiled": (2, 4), "": (1, 3)},
+    "mlp": {"manual": (10, 19), "native": (3, 7), "compiled": (3, 7), "": (2, 6)},
+}
+
+
+class Entry(NamedTuple):
+    """One calibrated value: `share` for gelu and softmax, `passes` for linear_gelu and mlp.
+
+    `width` is N for gelu and softmax, K for the others.
+    """
+
+    op: str
+    impl: str
+    direction: str
+    dtype: str
+    approximate: str
+    width: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a card sustains: bytes and FLOPs per ms.
+
+    Attributes:
+        sms: multiprocessors.  copy: bytes read and written.  gemm: FLOPs of full waves, by dtype.
+    """
+
+    sms: int
+    copy: float
+    gemm: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Times of one call: of its kernels in ms, and of the host that launches them in us."""
+
+    kernel_ms: float
+    host_us: float
+
+    @property
+    def ms(self) -> float:
+        """Called eagerly, with an idle GPU before it."""
+        return max(self.kernel_ms, self.host_us / 1e3)
+
+
+def rates(card: Card) -> Rates:
+    """What a card is expected to sustain."""
+    gemm = {dtype: (card.tflops(dtype) or 0.0) * 1e9 * GEMM_SHARE for dtype in ("fp32", "bf16", "fp16")}
+    return Rates(card.sms, card.gb_per_s * 1e6 * COPY_SHARE, gemm)
+
+
+def gemm_ms(M: int, K: int, N: int, dtype: str, card: Rates) -> float:
+    """(M, K) @ (K, N): by FLOPs with its last wave and padding, or by bytes, whichever takes longer."""
+    _, filled = best_tile(M, N, card.sms)
+    itemsize = 4 if dtype == "fp32" else 2
+    # Tiles share operands through L2, so that each operand counts once.
+    by_bytes = (M * K + K * N + M * N) * itemsize / card.copy
+    return max(2 * M * K * N / (card.gemm[dtype] * filled.efficiency), by_bytes, KERNEL_MS)
+
+
+def limit_ms(case: Case, direction: str, card: Rates) -> float:
+    """The time that the hardware needs at least: the matrix products alone, or the bytes that have to be moved."""
+    if case.has_gemm:
+        return sum(gemm_ms(*sizes, case.dtype, card) for sizes in case.gemms(direction))
+    return case.least_bytes(direction) / card.copy
+
+
+def predict(case: Case, direction: str, impl: str, card: Rates, entries: Sequence[Entry]) -> Prediction | None:
+    """What one call costs; None where nothing of `impl` has been measured to go by."""
+    calls = (direction,) if direction != "step" else ("forward", "backward")
+    host = sum(_host_us(case.op, impl, part) for part in calls)
+    value = _value(case, direction, impl, entries)
+    if value is None and direction == "step":
+        parts = [predict(case, part, impl, card, entries) for part in calls]
+        if None in parts:
+            return None
+        return Prediction(sum(part.kernel_ms for part in parts if part is not None), host)
+    if value is None:
+        return None
+    kernels = sum(_operators(case.op, impl)[part != "forward"] for part in calls)
+    bottom = limit_ms(case, direction, card)
+    if not case.has_gemm:
+        return Prediction(max(bottom / value, KERNEL_MS * kernels), host)
+    M, _, N, _ = case.sizes()
+    beside = value * M * N * case.itemsize / card.copy
+    return Prediction(bottom + max(beside, KERNEL_MS * (kernels - len(case.gemms(direction)))), host)
+
+
+def calibrate(rows: Sequence[dict], copy_gb_per_s: float) -> list[Entry]:
+    """Entries from the rows that `scripts/bench.py` has measured in one run on one card."""
+    entries = []
+    for row in rows:
+        if row.get("ms") is None or row["op"] not in _OPERATORS:
+            continue
+        shape = tuple(map(int, row["shape"].split("x")))
+        case = Case(row["op"], shape, row["dtype"], row["approximate"] or "none")
+        if case.has_gemm:
+            hidden = shape[0] * shape[2] * case.itemsize / (copy_gb_per_s * 1e6)
+            value = (row["ms"] - row["limit_ms"]) / hidden
+        else:
+            value = row["share_of_limit"]
+        kind = (case.op, row["impl"], row["direction"], case.dtype, case.approximate)
+        entries.append(Entry(*kind, shape[1], round(value, 3)))
+    return entries
+
+
+def winner(predictions: dict[str, Prediction | None]) -> str | None:
+    """The implementation with the least kernel time."""
+    known = {name: p.kernel_ms for name, p in predictions.items() if p is not None}
+    return min(known, key=lambda name: known[name]) if known else None
+
+
+def _value(case: Case, direction: str, impl: str, entries: Sequence[Entry]) -> float | None:
+    """The calibrated value; where there is none for an op with matrix products, that of its parts."""
+    value = _nearest(case, direction, impl, entries)
+    if value is not None or not case.has_gemm or direction == "step":
+        return value
+    M, K, N, N2 = case.sizes()
+    layer = Case("linear_gelu", (M, K, N), case.dtype, case.approximate)
+    if case.op == "mlp":
+        passes = _value(layer, direction, impl, entries)
+        # The second layer's bias gradient is a sum over dy.
+        return passes if direction == "forward" or passes is None else passes + N2 / N
+    share = _nearest(Case("gelu", (M, N), case.dtype, case.approximate), direction, impl, entries)
+    if share is None:
+        return None
+    # GELU by itself: two tensors through memory, three and a sum for the bias gradient backward.
+    return 2 / share if direction == "forward" else 3 / share + 1
+
+
+def _nearest(case: Case, direction: str, impl: str, entries: Sequence[Entry]) -> float | None:
+    """The value of the entry that is most alike: dtype's size, then kind of GELU, then alignment, then width."""
+    width = case.shape[1]
+
+    def distance(entry: Entry) -> tuple:
+        other = replace(case, dtype=entry.dtype).itemsize
+        aligned = (entry.width * other % 16 == 0) == (width * case.itemsize % 16 == 0)
+        away = abs(math.log(entry.width / width))
+        return other != case.itemsize, entry.approximate != case.approximate, not aligned, away
+
+    alike = [e for e in entries if (e.op, e.impl, e.direction) == (case.op, impl, direction)]
+    return min(alike, key=distance).value if alike else None
+
+
+def _operators(op: str, impl: str) -> tuple[int, int]:
+    return _OPERATORS[op].get(impl, _OPERATORS[op][""])
+
+
+def _host_us(op: str, impl: str, direction: str) -> float:
+    forward, backward = _operators(op, impl)
+    host = HOST_US.get(impl, HOST_US["native"])
+    if direction == "forward":
+        return host.call + forward * host.operator
+    return host.enter + backward * host.operator_back
