@@ -122,6 +122,13 @@ def advise(
     return Advice(title, found, advices, _step(advices))
 
 
+def _totals(advices: Sequence[OpAdvice], impl: str | None = None) -> tuple[float, float]:
+    """Kernel and host ms of all ops with `impl`, or with the best of each."""
+    counted = [(a.op.count, a.predictions.get(impl or a.best or "native")) for a in advices]
+    known = [(count, p) for count, p in counted if p is not None]
+    return sum(n * p.kernel_ms for n, p in known), sum(n * p.host_us for n, p in known) / 1e3
+
+
 def _advise(op: ModelOp, card: Card, dtype: str, impls, entries, measure: Measure | None) -> OpAdvice:
     sustained = rates(card)
     ridge = sustained.gemm[dtype] / sustained.copy
@@ -150,7 +157,7 @@ def _advise(op: ModelOp, card: Card, dtype: str, impls, entries, measure: Measur
         gain,
         wave,
         _pad(op),
-        _recommend(best, gain, bound),
+        _recommend(best, gain),
         measured,
     )
 
@@ -167,7 +174,7 @@ def _plain_product(op: ModelOp, product, sustained, ridge: float, dtype: str) ->
     bound = "launches" if host / 1e3 > bottom else "compute" if intensity > ridge else "memory"
     prediction = Prediction(max(bottom, 3 * KERNEL_MS), host)
     wave = best_tile(M, N, sustained.sms)[1].efficiency
-    text = _recommend("native", 1.0, bound)
+    text = _recommend("native", 1.0)
     return OpAdvice(op, intensity, ridge, bound, bottom, {"native": prediction}, "native", 1.0, wave, _pad(op), text)
 
 
@@ -178,31 +185,31 @@ def _pad(op: ModelOp) -> str:
     return ", ".join(f"{name} {p.size} to {p.padded} (+{100 * p.added:.1f} % work)" for name, p in odd)
 
 
-def _recommend(best: str | None, gain: float, bound: str) -> str:
-    capture = (
-        "; capture the step in a CUDA graph: its launches cost more than its kernels" if bound == "launches" else ""
-    )
+def _recommend(best: str | None, gain: float) -> str:
     if best is None:
-        return "nothing measured to go by; run scripts/bench.py" + capture
+        return "nothing measured to go by; run scripts/bench.py"
     if best == "native" or gain < WORTH:
-        return "leave it to PyTorch" + capture
+        return "leave it to PyTorch"
     if best == "compiled":
-        return f"leave it to torch.compile ({gain:.2f}x native)" + capture
-    return f"fuse it with impl={best} ({gain:.2f}x native)" + capture
+        return f"leave it to torch.compile ({gain:.2f}x native)"
+    return f"fuse it with impl={best} ({gain:.2f}x native)"
 
 
 def _step(advices: Sequence[OpAdvice]) -> str:
     """The whole step: kernels against launches, and what the choice of implementations gains."""
-    native = [(a.op.count, p) for a in advices if (p := a.predictions.get("native")) is not None]
-    kernels, host = sum(n * p.kernel_ms for n, p in native), sum(n * p.host_us for n, p in native) / 1e3
-    chosen = sum(
-        a.op.count * p.kernel_ms for a in advices if a.best is not None and (p := a.predictions[a.best]) is not None
-    )
-    lines = f"whole step, these ops, native: kernels {kernels:.2f} ms, launches {host:.2f} ms of the host"
-    if host > kernels:
-        return f"{lines}; the GPU waits for launches: capture the step in a CUDA graph first, then choose kernels"
-    gain = kernels / chosen if chosen else 1.0
-    return f"{lines}; the best implementation of each op: {chosen:.2f} ms ({gain:.2f}x)"
+    kernels, host = _totals(advices, "native")
+    chosen, chosen_host = _totals(advices)
+    lines = [
+        f"whole step, these ops: native kernels {kernels:.2f} ms, launches {host:.2f} ms of the host",
+        f"  the best implementation of each op: kernels {chosen:.2f} ms, launches {chosen_host:.2f} ms",
+    ]
+    if host > kernels or chosen_host > chosen:
+        lines.append("  -> capture the step in a CUDA graph: the GPU waits for launches; then faster kernels count")
+    elif kernels > WORTH * chosen:
+        lines.append(f"  -> the kernels decide: {kernels / chosen:.2f}x with those")
+    else:
+        lines.append("  -> leave it to PyTorch")
+    return "\n".join(lines)
 
 
 def _text(advice: OpAdvice) -> str:

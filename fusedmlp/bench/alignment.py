@@ -1,6 +1,7 @@
 """Two experiments with PyTorch's own matrix products: sizes off multiples of 64, and tiles off multiples of the GPU."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def padding_rows(bench: Bench, dtypes: Sequence[str] = ()) -> list[dict[str, Any
         for what, sizes in GPU_PADDING if bench.on_gpu else CPU_PADDING:
             padded = padding(sizes[_PLACE[what]], ALIGNMENT)
             assert padded is not None
-            larger = tuple(padded.padded if i == _PLACE[what] else s for i, s in enumerate(sizes))
-            pair = {False: sizes, True: larger}
+            M, K, N = (padded.padded if i == _PLACE[what] else s for i, s in enumerate(sizes))
+            pair = {False: sizes, True: (M, K, N)}
             runs = {str(key): _training_products(size, dtype, bench.device) for key, size in pair.items()}
             times = in_turns(runs, bench.device, bench.pace)
             for key, size in pair.items():
@@ -56,7 +57,7 @@ def wave_rows(bench: Bench, dtypes: Sequence[str] = ()) -> list[dict[str, Any]]:
         for M, N in experiment(sms, tile):
             a = torch.randn(M, K, device=bench.device).to(DTYPES[dtype])
             b = torch.randn(N, K, device=bench.device).to(DTYPES[dtype])
-            run: Function = lambda a=a, b=b: a @ b.t()  # noqa: E731
+            run = partial(torch.nn.functional.linear, a, b)
             time = in_turns({"run": run}, bench.device, bench.pace)["run"]
             row = {"M,K,N": f"{M}, {K}, {N}", "dtype": dtype} | _speed(time, run, 2 * M * K * N, bench)
             found = next((k.tile for k in launched(run, bench.device) if k.tile), None)

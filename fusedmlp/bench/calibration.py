@@ -194,7 +194,7 @@ _H200: dict[tuple[str, str, str], list[tuple[str, str, int, float]]] = {
     ("linear_gelu", "triton", "backward"): [("bf16", "tanh", 1024, 3.0)],
 }
 
-BUILT_IN = [Entry(*kind, *value) for kind, values in _H200.items() for value in values]
+BUILT_IN = [Entry(*kind, *value) for kind, values in _H200.items() for value in values]  # type: ignore[arg-type]
 
 
 def load(path: Path) -> list[Entry]:

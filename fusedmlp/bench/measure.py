@@ -56,8 +56,8 @@ def measure_case(case: Case, bench: Bench) -> list[dict[str, Any]]:
             if isinstance(op, Exception):
                 raise op
             with traffic.compiled_graphs() as graphs:
-                error = oracle.check(gate.results(op, tensors, dy))
-            checked.append(Checked(name, op, error, graphs))
+                worst = oracle.check(gate.results(op, tensors, dy))
+            checked.append(Checked(name, op, worst, graphs))
         except FAILURES as error:
             rows.append(_row(case, None, name) | {"failure": _reason(error)})
             bench.say(f"{case} {name}: {_reason(error)}")

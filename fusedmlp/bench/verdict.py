@@ -16,12 +16,12 @@ def verdicts(rows: Rows, card: Rates, entries: Sequence[Entry], impls: Sequence[
 
     The prediction agrees where the implementation that it names took at most 2 % longer than the fastest one.
     """
-    cells: dict[tuple, dict[str, float]] = {}
+    cells: dict[tuple[Case, str], dict[str, float]] = {}
     for row in rows:
         if row.get("ms") and row["impl"] in impls and row.get("direction"):
             case = Case(row["op"], tuple(map(int, row["shape"].split("x"))), row["dtype"], row["approximate"] or "none")
             cells.setdefault((case, row["direction"]), {})[row["impl"]] = row["ms"]
-    return [_verdict(*cell, times, card, entries) for cell, times in cells.items() if len(times) > 1]
+    return [_verdict(case, way, times, card, entries) for (case, way), times in cells.items() if len(times) > 1]
 
 
 def agreement(verdict_rows: Rows) -> tuple[int, int]:
