@@ -8,7 +8,7 @@ import torch
 
 from fusedmlp.bench.cases import DTYPES
 from fusedmlp.bench.clock import Function, Measured, in_turns
-from fusedmlp.bench.launches import launched
+from fusedmlp.bench.launches import launched, longest
 from fusedmlp.bench.measure import Bench
 from fusedmlp.bench.waves import ALIGNMENT, experiment, padding, quantisation
 
@@ -81,11 +81,11 @@ def _training_products(sizes: Product, dtype: str, device: torch.device) -> Func
 
 
 def _speed(time: Measured, run: Function, flops: int, bench: Bench) -> dict[str, Any]:
-    longest = max(launched(run, bench.device), key=lambda kernel: kernel.us)
+    kernel = longest(run, bench.device)
     return {
         "ms": time.timing.p50,
         "ms_p20": time.timing.p20,
         "ms_p80": time.timing.p80,
         "tflops_per_s": flops / time.timing.p50 / 1e9,
-        "kernel": longest.name,
+        "kernel": kernel.name if kernel else None,
     }

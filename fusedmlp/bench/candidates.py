@@ -36,6 +36,11 @@ def peer_op(peer: str, case: Case) -> Op | None:
     return getattr(importlib.import_module(module), name)
 
 
+def installed(peer: str) -> bool:
+    """Whether a peer can be imported."""
+    return any(importlib.util.find_spec(package) is not None for package, _, _ in PEERS[peer].values())
+
+
 def leaves(tensors: Tensors) -> list[Tensor | None]:
     """The same values as leaves that take a gradient."""
     return [None if t is None else t.detach().requires_grad_() for t in tensors.values()]

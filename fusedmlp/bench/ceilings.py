@@ -9,7 +9,7 @@ import torch
 
 from fusedmlp.bench.cases import DTYPES
 from fusedmlp.bench.clock import in_turns
-from fusedmlp.bench.launches import launched
+from fusedmlp.bench.launches import longest
 from fusedmlp.bench.measure import Bench
 from fusedmlp.bench.waves import quantisation
 from fusedmlp.training.peaks import table_tflops
@@ -43,13 +43,12 @@ def matmul_rows(bench: Bench, sizes: Sequence[int] = (), dtypes: Sequence[str] =
             a, b = (torch.randn(size, size, device=bench.device).to(DTYPES[dtype]) for _ in range(2))
             run = partial(torch.matmul, a, b)
             time = in_turns({"matmul": run}, bench.device, bench.pace)["matmul"]
-            kernel = max(launched(run, bench.device), key=lambda k: k.us)
+            kernel = longest(run, bench.device)
+            filled = quantisation(size, size, kernel.tile, sms) if kernel and kernel.tile and sms else None
             rate = 2 * size**3 / time.timing.p50 / 1e9
             row = {"size": f"{size}x{size}", "dtype": dtype} | _columns(time) | {"tflops_per_s": rate}
-            row |= {"share_of_peak": rate / peak if peak else None, "kernel": kernel.name}
-            row["wave_efficiency"] = (
-                quantisation(size, size, kernel.tile, sms).efficiency if kernel.tile and sms else None
-            )
+            row |= {"share_of_peak": rate / peak if peak else None, "kernel": kernel.name if kernel else None}
+            row["wave_efficiency"] = filled.efficiency if filled else None
             rows.append(row)
     return rows
 

@@ -53,7 +53,12 @@ def launched(function: Function, device: torch.device) -> list[Launched]:
             function()
             torch.cuda.synchronize()
         events = profiler.events() or []
-    return [Launched(e.name, e.device_time) for e in events if e.device_type == DeviceType.CUDA]
+    return [Launched(e.name, e.time_range.elapsed_us()) for e in events if e.device_type == DeviceType.CUDA]
+
+
+def longest(function: Function, device: torch.device) -> Launched | None:
+    """The kernel of one call that takes the longest; None where the profiler sees none."""
+    return max(launched(function, device), key=lambda kernel: kernel.us, default=None)
 
 
 class _Operators(TorchDispatchMode):

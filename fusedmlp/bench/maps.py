@@ -41,7 +41,7 @@ def _row(function: Callable, a: torch.Tensor, b: torch.Tensor, bench: Bench) -> 
     return {
         "ms": measured.timing.p50,
         "host_us": measured.host_us,
-        "kernels": len(kernels),
+        "kernels": len(kernels) or None,
         "longest": kernels[0].short_name if kernels else None,
         "names": [kernel.name for kernel in kernels],
     }

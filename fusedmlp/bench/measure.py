@@ -13,8 +13,6 @@ from fusedmlp.errors import UserError
 from fusedmlp.profiling.timing import peak_bytes
 
 LIMIT = "limit"
-# What can go wrong with one implementation without being the user's fault: it gets a row with the reason.
-FAILURES = (RuntimeError, NotImplementedError, TypeError, ValueError, ImportError, gate.WrongResult)
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Bench:
 
 
 def measure_case(case: Case, bench: Bench) -> list[dict[str, Any]]:
-    """Rows of a case; an implementation that cannot run, or is wrong, has one row with its `failure`.
+    """Rows of a case; an implementation that cannot run, is wrong, or raises has one row with its `failure`.
 
     Raises: UserError if the tensors themselves do not fit.
     """
@@ -58,9 +56,9 @@ def measure_case(case: Case, bench: Bench) -> list[dict[str, Any]]:
             with traffic.compiled_graphs() as graphs:
                 worst = oracle.check(gate.results(op, tensors, dy))
             checked.append(Checked(name, op, worst, graphs))
-        except FAILURES as error:
-            rows.append(_row(case, None, name) | {"failure": _reason(error)})
-            bench.say(f"{case} {name}: {_reason(error)}")
+        except Exception as error:
+            rows.append(_row(case, None, name) | {"failure": reason(error)})
+            bench.say(f"{case} {name}: {reason(error)}")
     del oracle
     for direction in bench.directions or USUAL_DIRECTIONS[case.op]:
         rows += _direction(case, direction, bench, checked, tensors, dy)
@@ -85,9 +83,13 @@ def _ops(case: Case, bench: Bench) -> Iterator[tuple[str, Any]]:
         except RuntimeError as error:
             yield name, error
     for name in bench.peers:
-        op = candidates.peer_op(name, case)
-        if op is not None:
-            yield name, op
+        try:
+            op = candidates.peer_op(name, case)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            yield name, error
+        else:
+            if op is not None:
+                yield name, op
 
 
 def _direction(case: Case, direction: str, bench: Bench, checked: list[Checked], tensors, dy) -> list[dict[str, Any]]:
@@ -96,12 +98,18 @@ def _direction(case: Case, direction: str, bench: Bench, checked: list[Checked],
         try:
             calls[one.name] = call = candidates.call(one.op, tensors, dy, direction)
             facts[one.name] = {"error": one.error} | _facts(one, call, direction, bench)
-        except FAILURES as error:
+        except Exception as error:
             calls.pop(one.name, None)
-            rows.append(_row(case, direction, one.name) | {"failure": _reason(error)})
-            bench.say(f"{case} {direction} {one.name}: {_reason(error)}")
+            rows.append(_row(case, direction, one.name) | {"failure": reason(error)})
+            bench.say(f"{case} {direction} {one.name}: {reason(error)}")
     bound, factor = candidates.limit(case, tensors, dy, direction)
-    times = in_turns({LIMIT: bound, **calls}, bench.device, bench.pace)
+    try:
+        times = in_turns({LIMIT: bound, **calls}, bench.device, bench.pace)
+    except torch.OutOfMemoryError as error:
+        remedy = "name fewer with --impl or give a smaller --shape"
+        raise UserError(
+            f"{case}: the implementations side by side do not fit into this GPU's memory; {remedy}"
+        ) from error
     limit_ms = times.pop(LIMIT).timing.p50 * factor
     for name, measured in times.items():
         row = _row(case, direction, name) | speed(case, direction, measured, limit_ms) | facts[name]
@@ -117,7 +125,7 @@ def _facts(one: Checked, call: Function, direction: str, bench: Bench) -> dict[s
     moved = None if one.name in bench.peers else traffic.moved(call, direction, one.graphs)
     return {
         "bytes_moved": moved,
-        "kernels": len(launches.launched(call, bench.device)) if bench.on_gpu else None,
+        "kernels": (len(launches.launched(call, bench.device)) or None) if bench.on_gpu else None,
         "peak_mib": peak_bytes(call) / 2**20 if bench.on_gpu else None,
     }
 
@@ -157,6 +165,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """An exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fusedmlp import impls
-from fusedmlp.bench.candidates import PEERS
+from fusedmlp.bench.candidates import PEERS, installed
 from fusedmlp.bench.cases import DIRECTIONS, DTYPES, SIZES
 from fusedmlp.bench.clock import Pace
 from fusedmlp.bench.selection import OPS, TABLES
@@ -52,10 +52,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
             raise UserError(f"--{name} must be {'at least 0' if name == 'settle' else 'more than 0'}")
     if any(size < 1 for size in args.size):
         raise UserError("--size must be at least 1")
+    peers = [name for name in PEERS if installed(name)] if args.peers else []
+    if args.peers and not peers:
+        raise UserError("--peers: none is installed; pip install liger-kernel quack-kernels, or leave the flag out")
     pace = Pace(args.rounds, args.settle if device.type == "cuda" else 0.0, args.rep, not args.warm, args.seed)
     out = args.out or Path("profiles/runs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-bench")
     return Options(
-        args.tables or list(TABLES), _impls(args.impl), list(PEERS) if args.peers else [], args.shape, args.size,
+        args.tables or list(TABLES), _impls(args.impl), peers, args.shape, args.size,
         args.dtype, args.approximate, args.direction, args.full, device, pace, args.calibration, out, not args.no_plots,
     )  # fmt: skip
 

@@ -1,0 +1,142 @@
+"""The cost model, by hand."""
+
+import json
+
+import pytest
+from conftest import raises
+
+from fusedmlp.bench import calibration
+from fusedmlp.bench.cards import CARDS, find_card
+from fusedmlp.bench.cases import Case
+from fusedmlp.bench.predict import KERNEL_MS, Entry, Prediction, Rates, calibrate, gemm_ms, predict, rates, winner
+from fusedmlp.bench.verdict import agreement, verdicts
+from fusedmlp.errors import UserError
+
+# 1 TB/s and 1 TFLOP/s, in bytes and FLOPs per ms; one multiprocessor, so that tiles of 128 x 256 always fill it.
+CARD = Rates(sms=1, copy=1e9, gemm={"fp32": 1e9, "bf16": 1e9, "fp16": 1e9})
+LINEAR = Case("linear_gelu", (1280, 512, 2560), "bf16", "tanh")
+
+
+def entry(op, impl, direction, value, dtype="bf16", approximate="none", width=1024):
+    return Entry(op, impl, direction, dtype, approximate, width, value)
+
+
+def test_pointwise_is_bytes_over_bandwidth_times_share():
+    case = Case("gelu", (1000, 1000), "bf16")
+    # 4 MB at 1 TB/s are 4 us; at half of copy speed 8 us.
+    assert predict(case, "forward", "native", CARD, [entry("gelu", "native", "forward", 0.5)]).kernel_ms == 0.008
+    assert predict(case, "forward", "native", CARD, []) is None
+
+
+def test_products_and_what_nothing_hides():
+    products = 2 * 1280 * 512 * 2560 / 1e9
+    hidden = 1280 * 2560 * 2 / 1e9
+    known = [entry("linear_gelu", "native", "forward", 2.0, approximate="tanh", width=512)]
+    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(products + 2 * hidden)
+
+
+def test_what_is_not_known_of_an_op_follows_from_its_parts():
+    gelu = [entry("gelu", "native", "forward", 0.5), entry("gelu", "native", "backward", 0.75)]
+    hidden = 1280 * 2560 * 2 / 1e9
+    bare = sum(2 * m * k * n / 1e9 for m, k, n in LINEAR.gemms("backward"))
+    # Unfused: three tensors at 0.75 of copy speed, and a sum for the bias gradient.
+    assert predict(LINEAR, "backward", "native", CARD, gelu).kernel_ms == pytest.approx(bare + (3 / 0.75 + 1) * hidden)
+    step = predict(LINEAR, "step", "native", CARD, gelu)
+    parts = [predict(LINEAR, part, "native", CARD, gelu) for part in ("forward", "backward")]
+    assert step.kernel_ms == pytest.approx(sum(p.kernel_ms for p in parts))
+    assert step.host_us == pytest.approx(sum(p.host_us for p in parts))
+
+
+def test_the_nearest_measurement_counts():
+    known = [
+        entry("softmax", "triton", "forward", 0.9, width=1024),
+        entry("softmax", "triton", "forward", 0.8, width=131072),
+        entry("softmax", "triton", "forward", 0.5, width=50257),
+        entry("softmax", "triton", "forward", 1.0, dtype="fp32", width=16384),
+    ]
+
+    def share(n_cols, dtype="bf16"):
+        case = Case("softmax", (8192, n_cols), dtype)
+        return case.least_bytes("forward") / CARD.copy / predict(case, "forward", "triton", CARD, known).kernel_ms
+
+    assert share(2048) == pytest.approx(0.9)
+    assert share(100_000) == pytest.approx(0.8)
+    # Rows that begin between vectors are of their own kind, whatever their width.
+    assert share(1001) == pytest.approx(0.5)
+    assert share(2048, "fp32") == pytest.approx(1.0)
+
+
+def test_no_kernel_is_shorter_than_a_kernel():
+    case = Case("gelu", (2, 2), "fp32")
+    known = [entry("gelu", "native", "forward", 1.0), entry("gelu", "manual", "forward", 1.0)]
+    assert predict(case, "forward", "native", CARD, known).kernel_ms == KERNEL_MS
+    assert predict(case, "forward", "manual", CARD, known).kernel_ms == 6 * KERNEL_MS
+    # Called eagerly it takes what the host takes.
+    assert predict(case, "forward", "native", CARD, known).ms == pytest.approx(0.012)
+
+
+def test_products_bound_by_bytes():
+    # (1, 4096) @ (4096, 4096): 33.5 MFLOP against 33.6 MB.
+    fast = Rates(132, copy=4e9, gemm={"bf16": 7e11})
+    assert gemm_ms(1, 4096, 4096, "bf16", fast) >= 4096 * 4096 * 2 / 4e9
+
+
+def test_what_an_h200_sustains():
+    h200 = rates(CARDS["NVIDIA H200"])
+    assert h200.copy == pytest.approx(4.25e9, rel=0.01)
+    assert h200.gemm["bf16"] == pytest.approx(692e9, rel=0.01)
+    # ANCHORS of the records: (16384, 1024) @ (1024, 4096) in 0.204 to 0.228 ms.
+    assert gemm_ms(16384, 1024, 4096, "bf16", h200) == pytest.approx(0.21, rel=0.1)
+
+
+def rows(op, shape, direction, times, limit_ms, **more):
+    return [
+        {"op": op, "shape": shape, "dtype": "bf16", "approximate": "tanh", "direction": direction, "impl": impl}
+        | {"ms": ms, "limit_ms": limit_ms, "share_of_limit": limit_ms / ms, **more}
+        for impl, ms in times.items()
+    ]
+
+
+def test_calibrating_on_a_record_gives_its_times_back():
+    limit = sum(gemm_ms(*sizes, "bf16", CARD) for sizes in LINEAR.gemms("forward"))
+    measured = rows("linear_gelu", "1280x512x2560", "forward", {"native": limit + 0.1, "triton": limit + 0.02}, limit)
+    measured += rows("gelu", "1000x1000", "forward", {"native": 0.005}, 0.004)
+    entries = calibrate(measured, copy_gb_per_s=1000.0)
+    again = predict(LINEAR, "forward", "triton", CARD, entries)
+    assert again.kernel_ms == pytest.approx(limit + 0.02, rel=1e-3)
+    gelu = predict(Case("gelu", (1000, 1000), "bf16", "tanh"), "forward", "native", CARD, entries)
+    assert gelu.kernel_ms == pytest.approx(0.005)
+
+
+def test_verdicts():
+    known = [entry("gelu", "native", "forward", 0.5), entry("gelu", "triton", "forward", 0.9)]
+    measured = rows("gelu", "1000x1000", "forward", {"native": 0.008, "triton": 0.005, "cuda": 0.006}, 0.004)
+    measured += rows("gelu", "2000x1000", "forward", {"native": 0.0100, "triton": 0.0101}, 0.008)
+    measured += rows("gelu", "3000x1000", "forward", {"native": 0.010, "triton": 0.020}, 0.010)
+    measured += rows("gelu", "4000x1000", "forward", {"native": 0.010}, 0.010)
+    found = verdicts(measured, CARD, known, ["native", "triton", "cuda"])
+    assert [row["predicted"] for row in found] == ["triton"] * 3
+    # The second is a tie, the third wrong; a cell with one implementation is none.
+    assert [row["agrees"] for row in found] == [True, True, False]
+    assert "not predicted: cuda" in found[0]["note"]
+    assert "2.00 times as long" in found[2]["note"]
+    assert agreement(found) == (2, 3)
+
+
+def test_winner():
+    assert winner({"a": Prediction(2.0, 0), "b": Prediction(1.0, 9e9), "c": None}) == "b"
+    assert winner({"c": None}) is None
+
+
+def test_cards_and_files_that_are_not_there(tmp_path):
+    assert find_card("H200").sms == 132
+    with raises(UserError, "'gtx'", "h200", "NVIDIA A100"):
+        find_card("gtx")
+    with raises(UserError, "cannot be read"):
+        calibration.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text('{"tables": {}}')
+    with raises(UserError, "neither a calibration nor a record"):
+        calibration.load(tmp_path / "bad.json")
+    entries = calibration.BUILT_IN[:3]
+    (tmp_path / "good.json").write_text(json.dumps({"entries": entries}))
+    assert calibration.load(tmp_path / "good.json") == entries

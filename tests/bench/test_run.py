@@ -1,0 +1,210 @@
+"""scripts/bench.py, scripts/advise.py and scripts/readme_tables.py as a user runs them, on a CPU."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from scripts_by_path import script
+
+from fusedmlp import impls
+from fusedmlp.bench import run as bench_run
+from fusedmlp.bench.cards import CARDS
+from fusedmlp.bench.options import parse
+from fusedmlp.bench.readme import TABLES
+from fusedmlp.bench.selection import OPS
+from fusedmlp.bench.selection import TABLES as ALL
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ["--device", "cpu", "--rounds", "1", "--rep", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A record of all tables."""
+    out = tmp_path_factory.mktemp("record")
+    assert script("bench").main([*QUICK, "--impl", "manual", "native", "--out", str(out)]) == 0
+    return out
+
+
+def test_everything_is_written(folder):
+    record = json.loads((folder / "bench.json").read_text())
+    assert list(record["tables"]) == list(ALL)
+    assert record["environment"]["device"] == "cpu"
+    assert set(record["limits"]) == {"copy_gb_per_s", "matmul_tflops_per_s"}
+    for name, rows in record["tables"].items():
+        with (folder / f"{name}.csv").open() as file:
+            assert len(list(csv.DictReader(file))) == len(rows) > 0
+        assert f"## {name}" in (folder / "bench.md").read_text()
+    for name in (*OPS, "roofline", "mlp_scaling"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
+
+
+def test_readme_is_generated_from_a_record(folder, tmp_path, capsys):
+    readme, main = tmp_path / "README.md", script("readme_tables").main
+    names = [name for name in TABLES if name != "advice"]
+    parts = [f"## {name}\n<!-- bench {name} {folder}/bench.json -->\nold\n<!-- end bench -->\nkept\n" for name in names]
+    readme.write_text("".join(parts))
+    assert main([str(readme), "--check"]) == 1
+    assert main([str(readme)]) == 0
+    assert main([str(readme), "--check"]) == 0
+    text = readme.read_text()
+    assert "old" not in text
+    assert text.count("kept") == len(names)
+    assert "| gelu (erf) | 6MN | 5MN | MN | MN | manual 5.5, native 1 (fp32) |" in text
+    assert "| softmax | 5MN + 2M | 3MN + 2M | MN | MN |" in text
+    (row, *_) = json.loads((folder / "bench.json").read_text())["tables"]["gelu"]
+    assert (
+        f"| 512 x 512 fp32 erf | forward | {row['limit_ms']:.3f} | {row['ms']:.3f} ({row['share_of_limit']:.2f})"
+        in text
+    )
+    # A number that was changed by hand is found.
+    readme.write_text(text.replace("6MN", "5MN", 1))
+    assert main([str(readme), "--check"]) == 1
+
+
+def test_readme_agrees_with_its_records():
+    """What README.md says was measured is what the committed records hold."""
+    assert script("readme_tables").main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("<!-- bench relu {record} -->\n<!-- end bench -->", "'relu' is unknown"),
+        ("<!-- bench gelu none.json -->\n<!-- end bench -->", "none.json cannot be read"),
+        ("<!-- bench advice {record} -->\n<!-- end bench -->", "has no table 'advice'"),
+        ("<!-- bench gelu {record} -->\n", "has no <!-- end bench -->"),
+    ],
+)
+def test_a_readme_that_cannot_be_generated(folder, tmp_path, capsys, content, words):
+    readme = tmp_path / "README.md"
+    readme.write_text(content.format(record=folder / "bench.json"))
+    assert script("readme_tables").main([str(readme)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_one_op_at_the_users_size(tmp_path, capsys):
+    arguments = [*QUICK, "softmax", "--shape", "6x10", "3x50257", "--dtype", "fp16", "--direction", "backward"]
+    assert script("bench").main([*arguments, "--impl", "native", "--out", str(tmp_path), "--no-plots"]) == 0
+    rows = json.loads((tmp_path / "bench.json").read_text())["tables"]["softmax"]
+    assert [(row["shape"], row["dtype"], row["direction"]) for row in rows] == [
+        ("6x10", "fp16", "backward"),
+        ("3x50257", "fp16", "backward"),
+    ]
+    assert not list(tmp_path.glob("*.png"))
+    assert "6x10 fp16" in capsys.readouterr().out
+
+
+def test_an_implementation_that_fails_is_a_row_and_an_exit_status(tmp_path, monkeypatch):
+    monkeypatch.setattr(impls, "names", lambda: ["absent", "manual", "native"])
+    arguments = [*QUICK, "softmax", "--shape", "4x4", "--impl", "native", "absent", "--no-plots"]
+    assert script("bench").main([*arguments, "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "bench.json").read_text())["tables"]["softmax"]
+    assert "cannot run here" in next(row["failure"] for row in rows if row["impl"] == "absent")
+    assert any(row["ms"] for row in rows if row["impl"] == "native")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--impl", "fast"], "--impl fast: unknown; accepted: auto, compiled"),
+        (["--shape", "4x4"], "--shape belongs to ops"),
+        (["copy", "--shape", "4x4"], "--shape belongs to ops"),
+        (["gelu", "--shape", "4x4x4"], "does not fit gelu"),
+        (["gelu", "softmax", "linear_gelu", "--shape", "4x4"], "does not fit linear_gelu"),
+        (["--rounds", "0"], "--rounds must be more than 0"),
+        (["--rep", "-1"], "--rep must be more than 0"),
+        (["--settle", "-1"], "--settle must be at least 0"),
+        (["--size", "0"], "--size must be at least 1"),
+        (["--peers"], "--peers: none is installed"),
+        (["--device", "cuda"], "there is no CUDA GPU here"),
+    ],
+)
+def test_wrong_arguments(arguments, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("fusedmlp.bench.options.installed", lambda name: False)
+    assert script("bench").main([*arguments, "--out", str(tmp_path / "none")]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("arguments", [["relu"], ["gelu", "--dtype", "fp8"], ["gelu", "--approximate", "exact"]])
+def test_words_that_are_none_of_the_choices(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        script("bench").main(arguments)
+    assert stopped.value.code == 2
+    assert arguments[-1] in capsys.readouterr().err
+
+
+def test_stopping_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
+    measure_case, cases = bench_run.measure_case, []
+
+    def stop_at_the_second(case, bench):
+        cases.append(case)
+        if len(cases) == 2:
+            raise KeyboardInterrupt
+        return measure_case(case, bench)
+
+    monkeypatch.setattr(bench_run, "measure_case", stop_at_the_second)
+    assert script("bench").main([*QUICK, "gelu", "--impl", "native", "--out", str(tmp_path)]) == 130
+    rows = json.loads((tmp_path / "bench.json").read_text())["tables"]["gelu"]
+    assert {row["dtype"] for row in rows} == {"fp32"}
+
+
+def test_predictions_are_judged_on_a_known_card():
+    tables = {"gelu": [_row("native", 0.344), _row("triton", 0.258), _row("manual", 3.9)]}
+    options = parse(["gelu", "--impl", "native", "triton", "manual", "--device", "cpu"], "")
+    on_gpu = type("Options", (), {**vars(options), "device": torch.device("cuda")})
+    facts = {"gpu": "NVIDIA H200", "sms": CARDS["NVIDIA H200"].sms}
+    (verdict,) = bench_run._judge(tables, {}, on_gpu, facts)
+    assert (verdict["predicted"], verdict["measured"], verdict["agrees"]) == ("triton", "triton", True)
+    assert verdict["predicted_ms"] == pytest.approx(0.258, rel=0.05)
+    # An unknown card is judged by what was measured on it, if that was.
+    unknown = facts | {"gpu": "Another"}
+    assert bench_run._judge(tables, {}, on_gpu, unknown) == []
+    limits = {"copy_gb_per_s": 4250.0, "matmul_tflops_per_s": 700.0}
+    assert bench_run._judge(tables, limits, on_gpu, unknown)[0]["predicted"] == "triton"
+    assert bench_run._judge(tables, limits, options, unknown) == []
+
+
+def _row(impl, ms):
+    row = {"op": "gelu", "shape": "16384x16384", "dtype": "bf16", "approximate": "none", "direction": "forward"}
+    return row | {"impl": impl, "ms": ms, "limit_ms": 0.25, "share_of_limit": 0.25 / ms}
+
+
+def test_advice_on_the_command_line(tmp_path, capsys):
+    main = script("advise").main
+    assert (
+        main(["--model", "gpt", "--dim", "1024", "--heads", "16", "--card", "h200", "--out", str(tmp_path / "a")]) == 0
+    )
+    assert "mlp (x12)" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "a").read_text())["ops"]) == 5
+    assert main(["--op", "softmax", "--shape", "64x64", "--card", "a100"]) == 0
+
+
+def test_calibrating_on_the_command_line(folder, tmp_path, capsys):
+    main, file = script("advise").main, tmp_path / "mine.json"
+    assert main(["--calibrate", str(folder / "bench.json"), "--out", str(file)]) == 0
+    # A fifth of the tables' rows is enough to know that they are there.
+    assert len(json.loads(file.read_text())["entries"]) >= 20
+    assert main(["--op", "gelu", "--shape", "64x64", "--card", "h200", "--calibration", str(file)]) == 0
+    assert main(["--calibrate", str(folder / "bench.json")]) == 2
+    assert "--out FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "gpt"], "there is no GPU here; name the card"),
+        (["--model", "mlp", "--card", "h200", "--context", "4"], "no size 'context'"),
+        (["--op", "gelu", "--card", "h200"], "needs a shape"),
+        (["--op", "gelu", "--card", "h200", "--shape", "4x4", "--dim", "4"], "--dim belongs to a model"),
+        (["--op", "gelu", "--card", "h200", "--shape", "4x4", "--calibration", "none.json"], "cannot be read"),
+    ],
+)
+def test_wrong_questions(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert script("advise").main(arguments) == 2
+    assert words in capsys.readouterr().err
