@@ -125,4 +125,16 @@ def _inductor_for(card: Card) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(target, name, value, create=True))
         stack.enter_context(DebugContext())
+        _forget_cards()
+        stack.callback(_forget_cards)
         yield
+
+
+def _forget_cards() -> None:
+    """Drop what TorchInductor has remembered about GPUs: of this machine before, of the named card afterwards."""
+    from torch._inductor import utils
+    from torch._inductor.runtime import hints
+
+    for value in [*vars(utils).values(), hints.DeviceProperties.create]:
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
