@@ -63,11 +63,11 @@ def measured_step_ms(case: Case) -> dict[str, float]:
 
 
 def calibrate(record: Path, out: Path | None) -> None:
-    """Write the calibration that a record gives."""
+    """Write the calibration that a record gives, with the built-in values for what it lacks."""
     if out is None:
         raise UserError("--calibrate needs --out FILE to write the values to")
-    entries = calibration.load(record)
-    out.write_text(json.dumps({"source": str(record), "entries": entries}, indent=1) + "\n")
+    entries = calibration.update(record, calibration.BUILT_IN)
+    calibration.save(out, [str(record), f"for what it lacks, {calibration.FILE.name} as it was before"], entries)
     print(f"{len(entries)} values written to {out}; use them with --calibration {out}")
 
 

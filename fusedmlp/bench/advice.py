@@ -108,18 +108,26 @@ def advise(
     if found.tflops(dtype) is None:
         raise UserError(f"the peak of {found.name} for {dtype} is unknown")
     if op is not None:
-        if shape is None:
-            raise UserError(f"op {op!r} needs a shape, for example --shape 4096x4096")
-        case = parse_case(op, shape, dtype, approximate)
-        ops, title = [ModelOp(str(case), 1, case=case)], str(case)
+        ops, title = _one_op(op, shape, dtype, approximate)
     else:
-        if model not in MODELS:
-            raise UserError(f"model {model!r} is unknown; accepted: {', '.join(MODELS)}")
-        given = check_sizes(model, sizes)
-        ops = MODELS[model].ops(given, dtype, approximate)
-        title = f"{model} ({', '.join(f'{name} {value}' for name, value in given.items())}, {dtype})"
+        ops, title = _model_ops(model, sizes, dtype, approximate)
     advices = [_advise(one, found, dtype, impls, entries, measure) for one in ops]
     return Advice(title, found, advices, _step(advices))
+
+
+def _one_op(op: str, shape: str | None, dtype: str, approximate: str) -> tuple[list[ModelOp], str]:
+    if shape is None:
+        raise UserError(f"op {op!r} needs a shape, for example --shape 4096x4096")
+    case = parse_case(op, shape, dtype, approximate)
+    return [ModelOp(op, 1, case=case)], str(case)
+
+
+def _model_ops(model: str | None, sizes: dict[str, int], dtype: str, approximate: str) -> tuple[list[ModelOp], str]:
+    if model not in MODELS:
+        raise UserError(f"model {model!r} is unknown; accepted: {', '.join(MODELS)}")
+    given = check_sizes(model, sizes)
+    title = f"{model} ({', '.join(f'{name} {value}' for name, value in given.items())}, {dtype})"
+    return MODELS[model].ops(given, dtype, approximate), title
 
 
 def _totals(advices: Sequence[OpAdvice], impl: str | None = None) -> tuple[float, float]:

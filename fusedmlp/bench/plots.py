@@ -60,7 +60,7 @@ def _bars(path: Path, op: str, rows: Rows) -> Path:
             bars = axis.barh(places, [shares.get(c, 0.0) for c in cases], 0.76 / len(impls), color=colour, label=impl)
             labels = [f"{shares[c]:.2f}" if c in shares else "" for c in cases]
             axis.bar_label(bars, labels, padding=2, fontsize=7)
-        axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.axvline(1.0, color="0.7", linewidth=0.8, linestyle="--", zorder=0)
         axis.set(title=f"{op} {direction}", xlabel="share of the limit", xlim=(0, widest))
         axis.set_yticks(range(len(cases)), cases, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
@@ -87,7 +87,7 @@ def _roofline(path: Path, limits: Mapping[str, float], rows: Rows) -> Path:
         own = [row for row in points if row["impl"] == impl]
         x, y = [row["intensity"] for row in own], [row["tflops_per_s"] for row in own]
         axis.scatter(x, y, s=26, color=colour, marker=marker, label=impl, alpha=0.8, linewidths=0)
-    axis.annotate(f"copy {limits['copy_gb_per_s']:,.0f} GB/s", (low * 1.3, bandwidth * low), fontsize=8, va="top")
+    axis.annotate(f"copy {limits['copy_gb_per_s']:,.0f} GB/s", (low * 1.1, bandwidth * low * 8), fontsize=8)
     axis.annotate(f"matmul {peak:,.3g} TFLOP/s", (high / 1.1, peak * 1.12), ha="right", fontsize=8)
     axis.set(xscale="log", yscale="log", xlabel="FLOP per byte that has to be moved", ylabel="TFLOP/s")
     axis.set_ylim(top=peak * 2.5)
@@ -113,8 +113,9 @@ def _scaling(path: Path, rows: Rows) -> Path:
         axis.set(xlabel=name, yscale="log")
         axis.grid(True, which="major", linewidth=0.3)
     axes[0][0].set_ylabel("ms (solid: kernels, dotted: host)")
-    axes[0][-1].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(labels), loc="lower center", frameon=False)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     return _save(figure, path)
 
 

@@ -163,24 +163,43 @@ def winner(predictions: dict[str, Prediction | None]) -> str | None:
 
 def _value(case: Case, direction: str, impl: str, entries: Sequence[Entry]) -> float | None:
     """The calibrated value; where there is none for an op with matrix products, that of its parts."""
-    value = _nearest(case, direction, impl, entries)
-    if value is not None or not case.has_gemm or direction == "step":
-        return value
+    entry = _nearest(case, direction, impl, entries)
+    if entry is not None:
+        return entry.value + (_other_kind(case, entry, entries) if case.has_gemm else 0.0)
+    if not case.has_gemm or direction == "step":
+        return None
     M, K, N, N2 = case.sizes()
-    layer = Case("linear_gelu", (M, K, N), case.dtype, case.approximate)
     if case.op == "mlp":
+        layer = Case("linear_gelu", (M, K, N), case.dtype, case.approximate)
         passes = _value(layer, direction, impl, entries)
         # The second layer's bias gradient is a sum over dy.
         return passes if direction == "forward" or passes is None else passes + N2 / N
-    share = _nearest(Case("gelu", (M, N), case.dtype, case.approximate), direction, impl, entries)
-    if share is None:
+    gelu = _nearest(Case("gelu", (M, N), case.dtype, case.approximate), direction, impl, entries)
+    if gelu is None:
         return None
-    # GELU by itself: two tensors through memory, three and a sum for the bias gradient backward.
-    return 2 / share if direction == "forward" else 3 / share + 1
+    return _GELU_PASSES[direction] / gelu.value + (direction == "backward")
 
 
-def _nearest(case: Case, direction: str, impl: str, entries: Sequence[Entry]) -> float | None:
-    """The value of the entry that is most alike: dtype's size, then kind of GELU, then alignment, then width."""
+# Tensors that GELU by itself reads and writes; its bias gradient reads one more.
+_GELU_PASSES = {"forward": 2, "backward": 3}
+
+
+def _other_kind(case: Case, entry: Entry, entries: Sequence[Entry]) -> float:
+    """What the passes of an entry for the other kind of GELU differ by: as GELU by itself does, where that is known."""
+    difference = 0.0
+    for direction, passes in _GELU_PASSES.items():
+        if entry.direction in (direction, "step") and entry.approximate != case.approximate:
+            gelu = Case("gelu", case.shape[:2], case.dtype)
+            kinds = (case.approximate, entry.approximate)
+            found = [_nearest(replace(gelu, approximate=k), direction, entry.impl, entries) for k in kinds]
+            if all(e is not None and e.approximate == k for e, k in zip(found, kinds, strict=True)):
+                wanted, measured = (e.value for e in found if e is not None)
+                difference += passes / wanted - passes / measured
+    return difference
+
+
+def _nearest(case: Case, direction: str, impl: str, entries: Sequence[Entry]) -> Entry | None:
+    """The entry that is most alike: dtype's size, then kind of GELU, then alignment, then width."""
     width = case.shape[1]
 
     def distance(entry: Entry) -> tuple:
@@ -190,7 +209,7 @@ def _nearest(case: Case, direction: str, impl: str, entries: Sequence[Entry]) ->
         return other != case.itemsize, entry.approximate != case.approximate, not aligned, away
 
     alike = [e for e in entries if (e.op, e.impl, e.direction) == (case.op, impl, direction)]
-    return min(alike, key=distance).value if alike else None
+    return min(alike, key=distance, default=None)
 
 
 def _operators(op: str, impl: str) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """The cost model, by hand."""
 
-import json
-
 import pytest
 from conftest import raises
 
@@ -45,6 +43,16 @@ def test_what_is_not_known_of_an_op_follows_from_its_parts():
     parts = [predict(LINEAR, part, "native", CARD, gelu) for part in ("forward", "backward")]
     assert step.kernel_ms == pytest.approx(sum(p.kernel_ms for p in parts))
     assert step.host_us == pytest.approx(sum(p.host_us for p in parts))
+
+
+def test_the_other_kind_of_gelu_differs_as_gelu_by_itself_does():
+    known = [entry("linear_gelu", "native", "forward", 2.0, approximate="none", width=512)]
+    products = 2 * 1280 * 512 * 2560 / 1e9
+    hidden = 1280 * 2560 * 2 / 1e9
+    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(products + 2 * hidden)
+    known += [entry("gelu", "native", "forward", s, approximate=k) for k, s in (("none", 1.0), ("tanh", 0.5))]
+    # Two tensors at half of copy speed instead of full.
+    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(products + 4 * hidden)
 
 
 def test_the_nearest_measurement_counts():
@@ -138,5 +146,5 @@ def test_cards_and_files_that_are_not_there(tmp_path):
     with raises(UserError, "neither a calibration nor a record"):
         calibration.load(tmp_path / "bad.json")
     entries = calibration.BUILT_IN[:3]
-    (tmp_path / "good.json").write_text(json.dumps({"entries": entries}))
+    calibration.save(tmp_path / "good.json", ["somewhere"], entries)
     assert calibration.load(tmp_path / "good.json") == entries

@@ -1,9 +1,13 @@
 """Bytes that operators move, against the ledger, and the operators and kernels of a call."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from fusedmlp.bench import candidates, gate, traffic
+from fusedmlp.bench import candidates, gate, launches, traffic
 from fusedmlp.bench.cases import Case, make_tensors
 from fusedmlp.bench.launches import Launched, launched
 from fusedmlp.impls import manual
@@ -53,6 +57,30 @@ def test_compiled_gelu_moves_the_least():
 def test_operators_of_a_call_on_a_cpu():
     a = torch.randn(4, 4)
     assert launched(lambda: (a.t() @ a).exp(), CPU) == [Launched("aten.mm"), Launched("aten.exp")]
+
+
+def test_kernels_of_a_call_on_a_gpu(monkeypatch):
+    """The profiler's list has the host's calls in it as well."""
+
+    def event(name, device_type, us):
+        return SimpleNamespace(name=name, device_type=device_type, time_range=SimpleNamespace(elapsed_us=lambda: us))
+
+    found = [
+        event("cudaLaunchKernel", DeviceType.CPU, 9.0),
+        event("a_kernel", DeviceType.CUDA, 2.0),
+        event("b_kernel", DeviceType.CUDA, 3.0),
+    ]
+    calls = []
+    profiler = nullcontext(SimpleNamespace(events=lambda: found))
+    monkeypatch.setattr(launches, "profile", lambda activities, acc_events: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    kernels = launched(lambda: calls.append("call"), torch.device("cuda"))
+    assert kernels == [Launched("a_kernel", 2.0), Launched("b_kernel", 3.0)]
+    assert launches.longest(lambda: None, torch.device("cuda")) == Launched("b_kernel", 3.0)
+    # One call to compile, one that is seen until its kernels are done.
+    assert calls[:4] == ["call", "synchronize", "call", "synchronize"]
+    found.clear()
+    assert launches.longest(lambda: None, torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(
