@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,9 @@ def test_readme_is_generated_from_a_record(folder, tmp_path, capsys):
     assert "| gelu (erf) | 6MN | 5MN | MN | MN | manual 5.5, native 1 (fp32) |" in text
     assert "| softmax | 5MN + 2M | 3MN + 2M | MN | MN |" in text
     (row, *_) = json.loads((folder / "bench.json").read_text())["tables"]["gelu"]
-    assert (
-        f"| 512 x 512 fp32 erf | forward | {row['limit_ms']:.3f} | {row['ms']:.3f} ({row['share_of_limit']:.2f})"
-        in text
+    (line,) = re.findall(r"\| 512 x 512 fp32 erf \| forward \| ([\d.]+) \| ([\d.]+) \(([\d.]+)\)", text)
+    assert [float(number) for number in line] == pytest.approx(
+        [row["limit_ms"], row["ms"], row["share_of_limit"]], rel=0.01, abs=0.006
     )
     # A number that was changed by hand is found.
     readme.write_text(text.replace("6MN", "5MN", 1))
