@@ -93,7 +93,7 @@ def test_what_an_h200_sustains():
     h200 = rates(CARDS["NVIDIA H200"])
     assert h200.copy == pytest.approx(4.25e9, rel=0.01)
     assert h200.gemm["bf16"] == pytest.approx(692e9, rel=0.01)
-    # ANCHORS of the records: (16384, 1024) @ (1024, 4096) in 0.204 to 0.228 ms.
+    # Records have (16384, 1024) @ (1024, 4096) in 0.20 to 0.23 ms.
     assert gemm_ms(16384, 1024, 4096, "bf16", h200) == pytest.approx(0.21, rel=0.1)
 
 

@@ -127,9 +127,7 @@ def read(kernel: Kernel, sms: int) -> list[str]:
         lines.append(f"{kernel.elements:g} elements of each tensor in a thread ({grain})")
     elif kernel.loads[16] and not kernel.bulk:
         together = kernel.loads[16] * 16 // kernel.itemsize
-        lines.append(
-            f"{kernel.loads[16]} wide loads in its code: {together} elements of all tensors together in a thread"
-        )
+        lines.append(f"{kernel.loads[16]} such loads in its code: {together} elements of all tensors in a thread")
     if kernel.tensor_core:
         used = ", ".join(f"{n} {name}" for name, n in kernel.tensor_core.items())
         lines.append(f"multiplies on tensor cores ({used})")
