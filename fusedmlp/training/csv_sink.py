@@ -12,6 +12,7 @@ COLUMNS = (
     "val/loss",  # nats per token
     "time/step_ms",  # median since the row before
     "time/data_wait_percent",  # of the steps' time, in which the next batch was waited for
+    "time/replayed_percent",  # of the steps since the row before, replayed from a CUDA graph
     "throughput/samples_per_s",
     "throughput/tokens_per_s",  # tokens that the loss is taken over
     "throughput/tflops_per_s",  # by the model's analytic count, the same for every impl

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -127,6 +128,11 @@ class TextDataModule(LightningDataModule):
         """At most `val_batches` batches of equal size, the same in every validation."""
         starts = validation_starts(self.num_val_tokens, self.seq_len, self.batch_size, self.val_batches)
         return ValLoader(ValBatches(self.corpus, starts, self.seq_len), self._pin_memory())
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leaves it to a task that knows when a step reads its batch (step capture)."""
+        transfer = getattr(self.trainer and self.trainer.lightning_module, "transfer", None)
+        return transfer(batch, device) if transfer else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def state_dict(self) -> dict[str, Any]:
         """Position, in micro-batches used by finished optimizer steps, and what that position depends on."""

@@ -5,7 +5,7 @@ B windows per rank and micro-batch, T tokens per window, N tokens in a split, R 
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,9 +126,10 @@ class ValBatches(IterableDataset):
 
 
 class BatchLoader:
-    """Iterates a dataset of ready batches through a DataLoader, starting workers on first use.
+    """Iterates a dataset of ready batches: through a DataLoader where there are workers, which start on first use.
 
-    It is not a DataLoader itself, because Lightning would advise more workers for batches that cost microseconds.
+    It is not a DataLoader itself, because Lightning would advise more workers for batches that cost microseconds, and
+    without workers it does without one, which costs as much as gathering a small batch does.
 
     Attributes:
         on_fetch: called whenever the batch after the first is asked for, so that the wait for it can be timed.
@@ -139,11 +140,19 @@ class BatchLoader:
         self.on_fetch: Callable[[], None] = _unobserved
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in DataLoader(
-            self.batches, batch_size=None, num_workers=self.num_workers, pin_memory=self.pin_memory
-        ):
+        for batch in self._loaded():
             yield batch
             self.on_fetch()
+
+    def _loaded(self) -> Iterable[Batch]:
+        if self.num_workers > 0:
+            return DataLoader(self.batches, batch_size=None, num_workers=self.num_workers, pin_memory=self.pin_memory)
+        return map(_pinned, self.batches) if self.pin_memory else self.batches
+
+
+def _pinned(batch: Batch) -> Batch:
+    inputs, targets = batch
+    return inputs.pin_memory(), targets.pin_memory()
 
 
 def _unobserved() -> None:

@@ -5,7 +5,8 @@ that the GPU waits for the CPU. So nothing is read between two log points; at a 
 pinned memory, and the loop goes on. A `Reading` is asked later whether it has arrived.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -53,7 +54,18 @@ class DeviceMetrics:
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Adds `weight * value` to the sum of `name`, on the device."""
         self._cells[name].add_(value.detach(), alpha=weight)
+        self.count(name, weight)
+
+    def count(self, name: str, weight: float = 1.0) -> None:
+        """Notes on the host that `weight * value` was added on the device, by a graph that was replayed."""
         self._weights[name] += weight
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """While a graph is recorded: what is added inside is not added yet, and counts when the graph is replayed."""
+        weights = dict(self._weights)
+        yield
+        self._weights = weights
 
     def read(self) -> Reading:
         """Starts the copy of all sums to the host and begins a new interval."""

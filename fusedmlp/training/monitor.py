@@ -64,7 +64,7 @@ class Monitor(Callback):
         self.started: float | None = None
         self._pending: deque[Pending] = deque()
         self._durations = Durations()
-        self._samples = self._tokens = 0
+        self._samples = self._tokens = self._replayed = self._first_steps = 0
         self._per_step = (0, 0)
 
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
@@ -74,6 +74,7 @@ class Monitor(Callback):
         # A wait begins when the loop asks for a batch, and ends when on_train_batch_start has it on the device.
         loader: Any = trainer.train_dataloader
         loader.on_fetch = self.clock.ask
+        task.capture.on_captured = self.clock.restart
         self.started = time.perf_counter()
         self.clock.resume()
 
@@ -101,12 +102,16 @@ class Monitor(Callback):
     def _request(self, step: int, task: LanguageModelTask) -> None:
         assert self.started is not None
         row = {"step": step, "lr": task.learning_rate, "time/elapsed_s": time.perf_counter() - self.started}
+        steps = self.clock.take()
+        if steps:
+            row["time/replayed_percent"] = 100 * (task.capture.replayed - self._replayed) / len(steps)
+        self._replayed, self._first_steps = task.capture.replayed, task.capture.first_steps
         peak_memory = environment.peak_memory_gib(task.device)
         if peak_memory is not None:
             row["memory/peak_gib"] = peak_memory
         samples, tokens = task.samples - self._samples, task.tokens - self._tokens
         self._samples, self._tokens = task.samples, task.tokens
-        self._pending.append(Pending(row, task.train_metrics.read(), self.clock.take(), samples, tokens))
+        self._pending.append(Pending(row, task.train_metrics.read(), steps, samples, tokens))
 
     def _write_arrived(self) -> None:
         while self._pending and self._pending[0].reading.ready():
@@ -154,4 +159,4 @@ class Monitor(Callback):
 
     def throughput(self) -> Throughput | None:
         """Speed over the steps whose rows were written; None below two steps."""
-        return summarize(self._durations, *self._per_step, self.cost)
+        return summarize(self._durations, *self._per_step, self.cost, self._first_steps)

@@ -41,6 +41,7 @@ class TrainerOptions:
     accelerator: str
     devices: int
     peak_tflops: float | None
+    cuda_graph: bool | str
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "accumulate", "log_every"):
@@ -66,6 +67,7 @@ class TrainerOptions:
             )
         choose("trainer.precision", self.precision, PRECISIONS)
         choose("trainer.accelerator", self.accelerator, ACCELERATORS)
+        require("trainer.cuda_graph", self.cuda_graph, self.cuda_graph in (True, False, "auto"), "true, false or auto")
         require("trainer.devices", self.devices, self.devices == 1, "1; this version trains on one device")
 
 

@@ -83,6 +83,7 @@ class Run:
         self.monitor: Monitor | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
         self.trainer: Trainer | None = None
+        self.task: LanguageModelTask | None = None
         self.seconds: dict[str, float | None] = {"import": environment.import_s()}
         self.result = Result(
             folder,
@@ -109,7 +110,7 @@ class Run:
         require("seed", seed, type(seed) is int and 0 <= seed < 2**32, "an integer from 0 to 4294967295")
         data = self._build_data()
         model = self._build_model(data.vocab_size)
-        task = LanguageModelTask(model, options)
+        self.task = LanguageModelTask(model, options, self.progress.say)
         resume_from, first_step = self._resume(options)
         self.progress.say(self._headline(data.num_train_tokens))
 
@@ -118,7 +119,7 @@ class Run:
         self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.stop, identity)
         self.trainer = make_trainer(options, self.device, self.folder, [self.monitor, self.checkpoints])
         self.progress.begin(first_step, options.max_steps)
-        self.trainer.fit(task, datamodule=data, ckpt_path=resume_from, weights_only=True)
+        self.trainer.fit(self.task, datamodule=data, ckpt_path=resume_from, weights_only=True)
 
     def _build_data(self) -> Any:
         began = time.perf_counter()
@@ -202,6 +203,7 @@ class Run:
             name: fields.get(name) for name in ("status", "reason", "impl_resolved", "num_params", "final_val_loss")
         }
         summary |= {f"steady/{name}": value for name, value in (fields.get("throughput") or {}).items()}
+        summary |= {f"cuda_graph/{name}": value for name, value in (fields.get("cuda_graph") or {}).items()}
         return summary | {f"seconds/{name}": value for name, value in self.seconds.items()}
 
     def _collect(self, monitor: Monitor) -> None:
@@ -212,6 +214,7 @@ class Run:
             # The run has its ending already; after a GPU error or on a full disk this cannot be had.
             log.warning("the last metrics are lost", exc_info=True)
         assert self.trainer is not None
+        assert self.task is not None
         assert self.checkpoints is not None
         assert monitor.started is not None
         throughput = monitor.throughput()
@@ -231,5 +234,6 @@ class Run:
             final_val_loss=monitor.last.get("val/loss"),
             throughput=asdict(throughput) if throughput else None,
             peak_memory_gib=environment.peak_memory_gib(self.device),
+            cuda_graph=self.task.capture.facts(),
             checkpoint=self.checkpoints.written,
         )

@@ -1,55 +1,67 @@
-"""The network inside Lightning: its loss, one optimizer step, and the scalars that the step leaves on the device.
+"""The network inside Lightning: when a step of what `step.py` does is due, and how far training has come.
 
-Optimization is Lightning's "manual" kind: the whole step stands in `training_step`, in the order in which it happens,
-so that what is measured, traced or captured is what can be read here.
+Optimization is Lightning's "manual" kind, because a step that is replayed from a graph has no forward pass and no
+optimizer call that Lightning could see.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
 from torch.optim import Optimizer
 
+from fusedmlp.training.capture import StepCapture
+from fusedmlp.training.capture_choice import obstacle
+from fusedmlp.training.cuda_graph import CudaGraphs
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions
+from fusedmlp.training.step import Batch, Range, TrainStep, next_token_loss, to_device, unnamed
 
-Batch = tuple[Tensor, Tensor]
-
-
-def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in fp32, in nats per token, over the last P positions, for which there are logits.
-
-    Args:
-        logits: (B, P, V), any floating dtype.
-        targets: (B, T) int64, T >= P.
-    Returns: 0-dim fp32.
-    """
-    return F.cross_entropy(logits.float().flatten(0, 1), targets[:, -logits.shape[1] :].flatten())
+# Hooks of Lightning's that only its own calls of backward and of the optimizer reach.
+_HOOKS_WITHIN_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
 class LanguageModelTask(LightningModule):
     """Trains a model on next tokens.
 
+    Args:
+        say: told what the user should know, in a line.
     Attributes:
         step_done: whether the last `training_step` ended an optimizer step (with accumulation not all do).
         samples, tokens: trained on so far in this process; tokens are those that the loss was taken over.
         learning_rate: of the last optimizer step.
         train_metrics, val_metrics: scalars since they were last read.
+        range: names the parts of a step, see `Range`; to be set before `on_fit_start`. Forward, backward and optimizer
+            of a captured step are named once, while it is recorded; "step" stands around every replay.
     """
 
+    step: TrainStep
+    capture: StepCapture
     train_metrics: DeviceMetrics
     val_metrics: DeviceMetrics
 
-    def __init__(self, model: nn.Module, options: TrainerOptions):
+    def __init__(self, model: nn.Module, options: TrainerOptions, say: Callable[[str], None] = print):
         super().__init__()
         self.automatic_optimization = False
         self.model = model
         self.options = options
+        self.say = say
         self.step_done = True
         self.samples = self.tokens = 0
         self.learning_rate = 0.0
-        self._accumulated = 0
+        self.range: Range = unnamed
+        self._micro = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # nn.Module looks whether a value is a parameter, buffer or module: costly for the name of the current hook,
+        # which Lightning sets and resets 40 times a step.
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.options)
@@ -57,38 +69,64 @@ class LanguageModelTask(LightningModule):
     def on_fit_start(self) -> None:
         self.train_metrics = DeviceMetrics(("train/loss", "train/grad_norm"), self.device)
         self.val_metrics = DeviceMetrics(("val/loss",), self.device)
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        self.step = TrainStep(self.model, optimizer, self.options, self.train_metrics)
+        self.step.range = self.range
+        if self.trainer.world_size > 1 or self._hooks_within_a_step():
+            self.step.backward, self.step.apply = self.manual_backward, self._lightning_step
+            self.step.plain = False
+        requested = self.options.cuda_graph
+        against = obstacle(self.device, optimizer, self.trainer.world_size)
+        graphs = CudaGraphs(self.device) if requested is not False and against is None else None
+        self.capture = StepCapture(self.step, requested, graphs, against, self.say)
+        # Looked up once: Lightning finds it through several properties.
+        self._optimizer_steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+    def _hooks_within_a_step(self) -> bool:
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return any(
+            getattr(type(callback), name) is not getattr(Callback, name)
+            for callback in callbacks
+            for name in _HOOKS_WITHIN_A_STEP
+        )
+
+    def _lightning_step(self) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+
+    def transfer(self, batch: Batch, device: torch.device) -> Batch:
+        """The batch on the device, for a data module's `transfer_batch_to_device`; the host does not wait for it.
+
+        It is no hook here because Lightning warns of a model that has this one beside a data module.
+        """
+        if self.trainer.training:
+            return self.capture.transfer(batch, device)
+        return to_device(batch, device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        inputs, targets = batch
-        logits = self.model(inputs)  # (B, P, V)
-        loss = next_token_loss(logits, targets)
-        self.samples += logits.shape[0]
-        self.tokens += logits.shape[0] * logits.shape[1]
-        self.train_metrics.add("train/loss", loss)
-        # Lightning's autocast spans the whole of training_step; the backward pass must run outside it.
-        with torch.autocast(self.device.type, enabled=False):
-            self.manual_backward(loss / self.options.accumulate)
-            self._accumulated += 1
-            self.step_done = self._accumulated == self.options.accumulate
-            if self.step_done:
-                self._accumulated = 0
-                self._update()
-
-    def _update(self) -> None:
-        """Clips the gradients, updates the parameters and frees the gradients."""
-        optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)
-        self.learning_rate = learning_rate(self.trainer.global_step, self.options)
-        for group in optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        self.train_metrics.add("train/grad_norm", norm)
-        if self.options.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.options.max_grad_norm, norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        """One micro-step; the last of an optimizer step updates the parameters."""
+        last = self._micro == self.options.accumulate - 1
+        if self._micro == 0:
+            self.learning_rate = learning_rate(self.trainer.global_step, self.options)
+            self.step.set_learning_rate(self.learning_rate)
+        with self.range("step"):
+            samples, positions = self.capture.run(batch, self._micro)
+        if last and self.step.plain:
+            # What Lightning's own call of the optimizer would count: trainer.global_step.
+            self._optimizer_steps.increment_ready()
+            self._optimizer_steps.increment_completed()
+        self.samples += samples
+        self.tokens += samples * positions
+        self._micro = 0 if last else self._micro + 1
+        self.step_done = last
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch
         self.val_metrics.add("val/loss", next_token_loss(self.model(inputs), targets), weight=len(inputs))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # The learning rate may live on the device: a checkpoint is the same with and without capture.
+        for state in checkpoint.get("optimizer_states", ()):
+            state["param_groups"] = [
+                {**group, "lr": self.learning_rate, "capturable": False} for group in state["param_groups"]
+            ]

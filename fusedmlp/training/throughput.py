@@ -81,6 +81,10 @@ class StepClock:
     def pause(self) -> None:
         self._last = None
 
+    def restart(self) -> None:
+        """The step that is under way begins now: what was before belongs to none."""
+        self._last, self._waits = self._mark(), []
+
     def take(self) -> list[Step]:
         """The steps since the last call; for `Durations.of`."""
         steps, self._steps = self._steps, []
@@ -162,12 +166,18 @@ class Throughput:
     first_steps_s: float
 
 
-def summarize(durations: Durations, samples_per_step: int, tokens_per_step: int, cost: Cost) -> Throughput | None:
-    """Throughput of a run from its steps in order; None below 2, which leave no steady window."""
+def summarize(
+    durations: Durations, samples_per_step: int, tokens_per_step: int, cost: Cost, first_steps: int = 0
+) -> Throughput | None:
+    """Throughput of a run from its steps in order; None below 2, which leave no steady window.
+
+    Args:
+        first_steps: that run otherwise than the rest, and belong to the warm-up where others follow.
+    """
     count = len(durations.step_ms)
     if count < 2:
         return None
-    warmup = max(1, min(MAX_WARMUP_STEPS, count // 5))
+    warmup = min(max(1, min(MAX_WARMUP_STEPS, count // 5), first_steps), count - 1)
     first_ms = sum(durations.step_ms[:warmup])
     steady = Durations(durations.step_ms[warmup:], durations.wait_ms[warmup:])
     steps_per_s = len(steady.step_ms) / sum(steady.step_ms) * 1e3

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training.runs import curve, fits, result, rows, train
 
 from fusedmlp import impls
-from fusedmlp.training import task
+from fusedmlp.training import step, task
 from fusedmlp.training.csv_sink import COLUMNS, CsvSink
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.monitor import Monitor
@@ -139,13 +139,13 @@ def test_without_the_mechanism_values_are_read_in_every_micro_batch(count_reads,
 def poison_loss(monkeypatch, micro_batch: int, value: float = math.nan):
     """From this micro-batch on the loss is not finite."""
     calls = [0]
-    loss = task.next_token_loss
+    loss = step.next_token_loss
 
     def poisoned(logits, targets):
         calls[0] += 1
         return loss(logits, targets) * (value if calls[0] >= micro_batch else 1.0)
 
-    monkeypatch.setattr(task, "next_token_loss", poisoned)
+    monkeypatch.setattr(step, "next_token_loss", poisoned)
 
 
 @pytest.mark.parametrize("log_every", [1, 3, 50])
@@ -167,10 +167,8 @@ def test_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, mon
 
 def test_infinite_gradients_count_as_divergence(tmp_path, monkeypatch):
     """The loss of that step is finite, and the parameters are NaN after it."""
-    backward = task.LanguageModelTask.manual_backward
-    monkeypatch.setattr(
-        task.LanguageModelTask, "manual_backward", lambda self, loss: backward(self, loss * torch.tensor(math.inf))
-    )
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: backward(loss * torch.tensor(math.inf)))
     ending = train(tmp_path / "run")
     assert ending.status == "diverged"
     assert "train/grad_norm" in ending.reason
@@ -199,12 +197,12 @@ def test_out_of_memory_has_its_reason_and_a_hint(tmp_path, monkeypatch, error):
 
 
 def test_a_bug_keeps_its_traceback_in_the_log_and_the_checkpoint_before_it(tmp_path, monkeypatch):
-    step = task.LanguageModelTask.training_step
+    training_step = task.LanguageModelTask.training_step
 
     def fail(self, batch, batch_idx):
         if self.trainer.global_step == 5:
             raise IndexError("nobody thought of this")
-        step(self, batch, batch_idx)
+        training_step(self, batch, batch_idx)
 
     monkeypatch.setattr(task.LanguageModelTask, "training_step", fail)
     ending = train(tmp_path / "run", "trainer.checkpoint_every=2")

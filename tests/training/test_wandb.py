@@ -7,7 +7,7 @@ import sys
 import pytest
 from training.runs import fits, result, rows, train
 
-from fusedmlp.training import task
+from fusedmlp.training import step
 
 pytestmark = fits
 
@@ -32,7 +32,7 @@ def two_runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "online")  # must not override logger.mode
         train(folder / "good", *OFFLINE, "trainer.val_every=6")
-        patch.setattr(task, "next_token_loss", lambda logits, targets: logits.sum() * float("nan"))
+        patch.setattr(step, "next_token_loss", lambda logits, targets: logits.sum() * float("nan"))
         assert train(folder / "bad", *OFFLINE, "impl=manual", group="a-sweep").status == "diverged"
     return folder
 

@@ -1,0 +1,39 @@
+"""Whether a step can be captured in a CUDA graph at all, and whether that is worth it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+# "auto" captures where launching takes at least this share of the step. Where kernels bound the step, launching it into
+# an empty queue takes a fraction of its time; where launches do, it takes nearly all of it.
+LAUNCH_SHARE = 0.7
+
+
+def obstacle(device: torch.device, optimizer: Optimizer, num_devices: int) -> str | None:
+    """Why no step of a run on `device` can be captured, whatever the model; None if nothing speaks against it."""
+    if device.type != "cuda":
+        return f"a CUDA graph needs an NVIDIA GPU, and this run is on the {device.type.upper()}"
+    if num_devices > 1:
+        return f"a step on {num_devices} devices is not captured, because their communication is not part of a graph"
+    if "capturable" not in optimizer.defaults:
+        return f"the optimizer {type(optimizer).__name__} has no capturable form"
+    return None
+
+
+@dataclass
+class Probe:
+    """What an uncaptured step took: the host to launch it, and the GPU between its first and last kernel."""
+
+    launch_ms: float = 0.0
+    spans: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def gpu_ms(self) -> float:
+        return sum(begin.elapsed_time(end) for begin, end in self.spans)
+
+
+def worthwhile(launch_ms: float, gpu_ms: float) -> bool:
+    """Whether launches bound a step that the host launched in `launch_ms` and the GPU went through in `gpu_ms`."""
+    return launch_ms >= LAUNCH_SHARE * gpu_ms

@@ -1,0 +1,156 @@
+"""CUDA's part in step capture: streams, events, graphs, and a look-out for operations that wait for the GPU."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_WAITS = "called a synchronizing CUDA operation"
+
+
+class Replayable(Protocol):
+    def replay(self) -> None: ...
+
+
+class CudaGraphs:
+    """Records functions into CUDA graphs that share one pool of memory, and what has to happen around that.
+
+    Graphs of one pool must be replayed in the order in which they were recorded, never two at once.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._recording = torch.cuda.Stream(device)
+        self._copying = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Runs what is inside on the stream that will be recorded, between what precedes it and what follows it.
+
+        So cuBLAS has its workspace for that stream, and autograd no ties to another one.
+        """
+        main = torch.cuda.current_stream(self.device)
+        self._recording.wait_stream(main)
+        with torch.cuda.stream(self._recording):
+            yield
+        main.wait_stream(self._recording)
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Runs what is inside on a stream of its own, beside the others."""
+        return torch.cuda.stream(self._copying)
+
+    def event(self) -> Any:
+        """With `record`, and `wait`, which lets the current stream wait and not the host."""
+        return torch.cuda.Event()
+
+    def mark(self) -> Any:
+        """A point in the current stream; after `drain`, `elapsed_time` from one mark to another is in ms."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def drain(self) -> None:
+        """Waits until the GPU has nothing left to do."""
+        torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def watch(self, found: list[str]) -> Iterator[None]:
+        """Appends to `found` where something inside made the host wait for the GPU: that cannot be recorded.
+
+        A recording would fail at such an operation and leave PyTorch's allocator in disorder; this changes nothing.
+        """
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        for warning in caught:
+            if _WAITS in str(warning.message):
+                found.append(f"{warning.filename}:{warning.lineno}")
+            elif "Synchronization debug mode" not in str(warning.message):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+    def record(self, function: Callable[[], Any]) -> Replayable:
+        """The GPU's work in `function`, recorded without being done. Raises: RuntimeError for what cannot be."""
+        graph = torch.cuda.CUDAGraph()
+        failure: BaseException | None = None
+        # A cast that autocast remembers from outside would be missing in the graph.
+        torch.clear_autocast_cache()
+        try:
+            # torch.cuda.graph leaves its stream current when it fails. Other threads (pinning, W&B) may go on.
+            with torch.cuda.stream(self._recording):
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._recording, capture_error_mode="thread_local"
+                ):
+                    try:
+                        function()
+                    except BaseException as error:
+                        failure = error
+                        raise
+        except BaseException:
+            self.give_up()
+            # Ending a failed recording raises another error.
+            if failure is not None:
+                raise failure from None
+            raise
+        finally:
+            torch.clear_autocast_cache()
+        return graph
+
+    def give_up(self) -> None:
+        """Frees what warm-up or a failed recording has left."""
+        # After a failed recording the allocator takes it to be still going on and refuses to free its cache.
+        with suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_releasePool(self.device.index, self._pool)
+        gc.collect()
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+class Staging:
+    """A batch at a fixed address, which a graph reads, and two places where the next ones arrive meanwhile.
+
+    `stage` and `load` are called in turn. The copy from the host runs on a stream of its own while earlier steps run.
+
+    Args:
+        example: a batch on the device; all others must have its shapes and dtypes.
+    """
+
+    def __init__(self, graphs: Any, example: tuple[Tensor, ...]):
+        self._graphs = graphs
+        self.batch: tuple[Tensor, ...] = tuple(torch.empty_like(tensor) for tensor in example)
+        self._slots = [tuple(torch.empty_like(tensor) for tensor in example) for _ in range(2)]
+        self._arrived = [graphs.event() for _ in self._slots]
+        self._free = [graphs.event() for _ in self._slots]
+        for event in self._free:
+            event.record()
+        self._next, self._staged = 0, False
+
+    def stage(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Starts copying a batch to the device; the current stream waits for it, the host does not."""
+        slot, arrived = self._slots[self._next], self._arrived[self._next]
+        with self._graphs.copying():
+            self._free[self._next].wait()
+            for target, source in zip(slot, batch, strict=True):
+                target.copy_(source, non_blocking=True)
+            arrived.record()
+        arrived.wait()
+        self._staged = True
+        return slot
+
+    def load(self, batch: tuple[Tensor, ...]) -> None:
+        """Copies a batch that is on the device, staged or not, to the fixed address."""
+        for target, source in zip(self.batch, batch, strict=True):
+            target.copy_(source)
+        if self._staged:
+            self._free[self._next].record()
+            self._next, self._staged = 1 - self._next, False

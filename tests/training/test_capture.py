@@ -1,0 +1,367 @@
+"""Step capture without a GPU: recordings that are played by doing the work, so that all around them can be tried."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from training.runs import curve, fits, result, rows, train
+
+from fusedmlp import impls
+from fusedmlp.training import capture, data_windows, step, task
+from fusedmlp.training.capture_choice import obstacle
+from fusedmlp.training.cuda_graph import Staging
+from fusedmlp.training.throughput import HostEvent
+
+pytestmark = fits
+
+CAPTURED = ("trainer.cuda_graph=true", "trainer.max_steps=30")
+
+
+class Played:
+    """What a graph does, done anew in every replay; like a graph it reads its inputs at the recorded addresses."""
+
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def replay(self):
+        self.count += 1
+        self.function()
+
+
+class Event:
+    """An event whose order matters: waiting for one that was never recorded is an error."""
+
+    recorded = False
+
+    def record(self):
+        self.recorded = True
+
+    def wait(self):
+        assert self.recorded
+
+
+class FakeGraphs:
+    """Stands for `CudaGraphs`."""
+
+    last: "FakeGraphs"
+    fails_with: Exception | None = None
+    waits_at: str | None = None
+    launch_ms, gpu_ms = 9.0, 10.0  # of a step
+
+    def __init__(self, device):
+        FakeGraphs.last = self
+        self.recordings: list[Played] = []
+        self.drained = self.given_up = self.eager = 0
+
+    @contextlib.contextmanager
+    def aside(self):
+        self.eager += 1
+        yield
+
+    copying = contextlib.nullcontext
+    event = Event
+
+    def mark(self):
+        return self
+
+    def elapsed_time(self, other):
+        return self.gpu_ms
+
+    def drain(self):
+        self.drained += 1
+
+    @contextlib.contextmanager
+    def watch(self, found):
+        yield
+        if self.waits_at:
+            found.append(self.waits_at)
+
+    def record(self, function):
+        if self.fails_with is not None:
+            raise self.fails_with
+        self.recordings.append(Played(function))
+        return self.recordings[-1]
+
+    def give_up(self):
+        self.given_up += 1
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """These models are so small that sharing out the work is most of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Lets CPU runs capture; gives the class, whose attributes say how the device behaves."""
+    monkeypatch.setattr(task, "CudaGraphs", FakeGraphs)
+    monkeypatch.setattr(task, "obstacle", lambda *_: None)
+    for name in ("fails_with", "waits_at"):
+        monkeypatch.setattr(FakeGraphs, name, None)
+    clock = iter(range(10**9))
+    # Every reading of the host's clock in capture.py is launch_ms after the one before.
+    monkeypatch.setattr(capture, "perf_counter", lambda: next(clock) * FakeGraphs.launch_ms / 1e3)
+    return FakeGraphs
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_the_same_losses_to_the_last_bit(tmp_path, graphs, impl, accumulate):
+    settings = (f"impl={impl}", f"trainer.accumulate={accumulate}", "trainer.val_every=7", "data.batch_size=4")
+    train(tmp_path / "eager", *settings, *CAPTURED, "trainer.cuda_graph=false")
+    assert train(tmp_path / "captured", *settings, *CAPTURED).status == "completed"
+    for name in ("train/loss", "train/grad_norm", "val/loss", "lr"):
+        assert curve(tmp_path / "captured", name) == curve(tmp_path / "eager", name)
+    found = result(tmp_path / "captured")
+    assert (found["steps"], found["cuda_graph"]["steps_replayed"]) == (30, 27)
+    plays = {1: [27], 2: [27, 27], 4: [27, 54, 27]}[accumulate]
+    assert [recording.count for recording in graphs.last.recordings] == plays
+    assert graphs.last.eager == 3 * accumulate, "no step besides those of the run"
+    assert curve(tmp_path / "captured", "time/replayed_percent")[30] == "100.0"
+
+
+def test_a_step_that_ignores_new_batches_would_be_seen(tmp_path, graphs, monkeypatch):
+    """The test above sees whether a replay reads the batch that came."""
+    train(tmp_path / "eager", *CAPTURED, "trainer.cuda_graph=false")
+    monkeypatch.setattr(Staging, "load", lambda self, batch: None)
+    train(tmp_path / "captured", *CAPTURED)
+    assert curve(tmp_path / "captured") != curve(tmp_path / "eager")
+
+
+@pytest.mark.parametrize(("first", "second"), [("true", "false"), ("false", "true"), ("true", "true")])
+def test_resume_from_captured_to_not_and_back(tmp_path, graphs, first, second):
+    settings = ("trainer.accumulate=2", "trainer.warmup_steps=0", "trainer.min_learning_rate=1e-3")
+    train(tmp_path / "whole", *settings, "trainer.max_steps=20", "trainer.cuda_graph=false")
+    train(tmp_path / "one", *settings, "trainer.max_steps=10", f"trainer.cuda_graph={first}")
+    train(tmp_path / "two", *settings, "trainer.max_steps=20", f"trainer.cuda_graph={second}",
+          f"resume={tmp_path / 'one'}")  # fmt: skip
+    assert curve(tmp_path / "one") | curve(tmp_path / "two") == curve(tmp_path / "whole")
+    groups = [
+        torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
+        for run in ("whole", "two")
+    ]
+    assert groups[0]["param_groups"] == groups[1]["param_groups"]
+
+
+def test_auto_captures_where_launches_cost_more_than_kernels(tmp_path, graphs, monkeypatch, capsys):
+    train(tmp_path / "launches", "trainer.max_steps=8")
+    found = result(tmp_path / "launches")["cuda_graph"]
+    assert (found["requested"], found["captured"], found["steps_replayed"]) == ("auto", True, 5)
+    assert (found["launch_ms"], found["gpu_ms"]) == pytest.approx((9, 10))
+    assert "9.00 ms to launch" in found["reason"]
+    assert "step captured in a CUDA graph: the host took 9.00 ms" in capsys.readouterr().out
+
+    monkeypatch.setattr(graphs, "launch_ms", 3.0)
+    train(tmp_path / "kernels", "trainer.max_steps=8")
+    found = result(tmp_path / "kernels")["cuda_graph"]
+    assert (found["captured"], found["steps_not_replayed"]) == (False, 8)
+    assert "3.00 ms to launch" in found["reason"]
+    assert graphs.last.given_up == 1, "frees what the warm-up has left"
+    assert "step not captured" in capsys.readouterr().out
+    assert curve(tmp_path / "kernels") == curve(tmp_path / "launches")
+
+
+def test_a_run_that_ends_before(tmp_path, graphs):
+    train(tmp_path / "run", "trainer.max_steps=3", "trainer.cuda_graph=true")
+    found = result(tmp_path / "run")["cuda_graph"]
+    assert (found["captured"], found["gpu_ms"]) == (False, None)
+    assert "ended within the 3 steps" in found["reason"]
+
+
+def test_not_asked_for(tmp_path, graphs):
+    train(tmp_path / "run", "trainer.cuda_graph=false")
+    found = result(tmp_path / "run")["cuda_graph"]
+    assert (found["captured"], found["reason"]) == (False, "trainer.cuda_graph=false")
+
+
+def test_on_a_cpu(tmp_path, capsys):
+    ending = train(tmp_path / "asked", "trainer.cuda_graph=true")
+    assert (ending.status, ending.bug) == ("failed", False)
+    assert ending.reason.startswith("trainer.cuda_graph=true: the step cannot be captured: a CUDA graph needs")
+    assert train(tmp_path / "auto").status == "completed"
+    assert "on the CPU" in result(tmp_path / "auto")["cuda_graph"]["reason"]
+    assert "captured" not in capsys.readouterr().out.partition("tokens/s")[2], "nobody expects it there"
+
+
+def test_what_can_be_known_before_the_run():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    adamw, sgd = torch.optim.AdamW([parameter]), torch.optim.SGD([parameter])
+    gpu = torch.device("cuda", 0)
+    assert obstacle(gpu, adamw, 1) is None
+    assert "SGD has no capturable form" in obstacle(gpu, sgd, 1)
+    assert "2 devices" in obstacle(gpu, adamw, 2)
+    assert "CPU" in obstacle(torch.device("cpu"), adamw, 1)
+
+
+REFUSALS = [
+    ("fails_with", RuntimeError("operation not permitted\nmore"), "RuntimeError: operation not permitted"),
+    ("waits_at", "model.py:12", "the host waits for the GPU, at model.py:12"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), REFUSALS)
+def test_what_only_the_step_can_tell(tmp_path, graphs, monkeypatch, name, value, words):
+    train(tmp_path / "eager", "trainer.max_steps=8", "trainer.cuda_graph=false", "trainer.accumulate=2")
+    monkeypatch.setattr(graphs, name, value)
+    ending = train(tmp_path / "asked", "trainer.max_steps=8", "trainer.cuda_graph=true", "trainer.accumulate=2")
+    assert (ending.status, ending.bug) == ("failed", False)
+    assert words in ending.reason
+    assert list(curve(tmp_path / "asked")) == [1, 2, 3], "nothing computed is lost"
+    assert train(tmp_path / "auto", "trainer.max_steps=8", "trainer.accumulate=2").status == "completed"
+    assert words in result(tmp_path / "auto")["cuda_graph"]["reason"]
+    assert curve(tmp_path / "auto") == curve(tmp_path / "eager")
+    assert graphs.last.given_up == 1
+
+
+@pytest.mark.parametrize("odd", [12, 13])
+def test_a_batch_of_another_shape(tmp_path, graphs, monkeypatch, odd):
+    """At the beginning of an accumulation, and in the middle, where gradients of replays are there already."""
+    starts = data_windows.WindowOrder.starts
+    monkeypatch.setattr(
+        data_windows.WindowOrder, "starts", lambda self, i: starts(self, i)[: 5 if i == odd else self.batch_size]
+    )
+    keep_gradients(monkeypatch)
+    settings = ("trainer.accumulate=2", "trainer.max_steps=10")
+    train(tmp_path / "eager", *settings, "trainer.cuda_graph=false")
+    ending = train(tmp_path / "asked", *settings, "trainer.cuda_graph=true")
+    assert "a batch of (5, 16) int64 and (5, 16) int64 came, and the captured step takes (8, 16)" in ending.reason
+    assert train(tmp_path / "auto", *settings).status == "completed"
+    assert curve(tmp_path / "auto") == curve(tmp_path / "eager")
+    assert result(tmp_path / "auto")["cuda_graph"]["steps_replayed"] == 3
+
+
+def keep_gradients(monkeypatch):
+    """A graph's gradients are there from its recording on: that the first replay sets them is seen by `_leave` only."""
+    leave = capture.StepCapture._leave
+
+    def with_gradients(self, batch, first):
+        self._gradients = [parameter.grad for parameter in self.step.parameters]
+        leave(self, batch, first)
+
+    monkeypatch.setattr(capture.StepCapture, "_leave", with_gradients)
+
+
+def test_the_time_of_the_capture_belongs_to_no_step(tmp_path, monkeypatch, graphs):
+    now = [0.0]
+    monkeypatch.setattr(HostEvent, "record", lambda self: setattr(self, "_time", now[0] / 1e3))
+    run, record = step.TrainStep.micro_step, graphs.record
+
+    def slow(self, *args, **keywords):
+        now[0] += 10.0
+        return run(self, *args, **keywords)
+
+    def slower(self, function):
+        now[0] += 3.6e6
+        return record(self, function)
+
+    monkeypatch.setattr(step.TrainStep, "micro_step", slow)
+    monkeypatch.setattr(graphs, "record", slower)
+    train(tmp_path / "run", "trainer.cuda_graph=true", "trainer.max_steps=8")
+    assert [float(row["time/step_ms"]) for row in rows(tmp_path / "run")] == pytest.approx([10.0] * 8)
+    found = result(tmp_path / "run")
+    assert found["throughput"]["warmup_steps"] == 3, "the steps before capture say nothing about the others"
+
+
+@pytest.mark.parametrize("cuda_graph", ["true", "false"])
+def test_ranges(tmp_path, graphs, monkeypatch, cuda_graph):
+    """What a profiler may name: the parts of every step, and around a replay the step as a whole."""
+    seen = []
+
+    @contextlib.contextmanager
+    def named(name):
+        seen.append(name)
+        yield
+
+    monkeypatch.setattr(task, "unnamed", named)
+    train(tmp_path / "run", "trainer.max_steps=5", f"trainer.cuda_graph={cuda_graph}", "trainer.accumulate=2")
+    one = ["step", "forward", "backward", "step", "forward", "backward", "optimizer"]
+    assert seen == 5 * one
+
+
+class Counts(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.calls.append(trainer.global_step)
+
+
+def test_a_callback_within_a_step_is_called_before_capture(tmp_path, graphs, monkeypatch):
+    counts, make_trainer = Counts(), task_trainer(monkeypatch)
+    make_trainer(counts)
+    train(tmp_path / "run", "trainer.cuda_graph=false", "trainer.max_steps=5")
+    assert counts.calls == [0, 1, 2, 3, 4]
+    assert result(tmp_path / "run")["steps"] == 5
+    counts.calls.clear()
+    train(tmp_path / "captured", "trainer.cuda_graph=true", "trainer.max_steps=5")
+    assert counts.calls == [0, 1, 2]
+    assert result(tmp_path / "captured")["steps"] == 5
+    assert curve(tmp_path / "captured") == curve(tmp_path / "run")
+
+
+def task_trainer(monkeypatch):
+    from fusedmlp.training import run
+
+    def add(callback):
+        original = run.make_trainer
+        monkeypatch.setattr(
+            run, "make_trainer", lambda options, device, folder, callbacks: original(
+                options, device, folder, [*callbacks, callback]
+            ),
+        )  # fmt: skip
+
+    return add
+
+
+class Log:
+    """Streams and events that write down what happens in which order."""
+
+    def __init__(self):
+        self.lines, self.names = [], iter(["free0", "free1"])
+
+    def copying(self):
+        return contextlib.nullcontext()
+
+    def event(self):
+        event = Event()
+        name = f"event{id(event)}"
+        event.record = functools.partial(self._note, event, "record", name)
+        event.wait = functools.partial(self._note, event, "wait", name)
+        return event
+
+    def _note(self, event, what, name):
+        if what == "wait":
+            assert event.recorded, "waits for what was never promised"
+        event.recorded = True
+        self.lines.append((what, name))
+
+
+def test_no_staging_place_is_overwritten_before_it_was_read():
+    log = Log()
+    staging = Staging(log, (torch.zeros(2), torch.zeros(2)))
+    places = []
+    for number in range(5):
+        log.lines.clear()
+        batch = (torch.full((2,), float(number)), torch.full((2,), -float(number)))
+        place = staging.stage(batch)
+        places.append(place[0].data_ptr())
+        (waited, free), (arrived, event), (waited_too, same) = log.lines
+        assert (waited, arrived, waited_too, same) == ("wait", "record", "wait", event)
+        log.lines.clear()
+        staging.load(place)
+        assert log.lines == [("record", free)], "what was waited for before the place was written"
+        assert [tensor[0].item() for tensor in staging.batch] == [number, -number]
+    assert places[0] != places[1]
+    assert places[:3] == [places[0], places[1], places[0]]
+    log.lines.clear()
+    staging.load((torch.ones(2), torch.ones(2)))
+    assert log.lines == [], "a batch that was not staged frees no place"
+
+
+def test_every_impl_of_a_cpu_is_tried():
+    assert {"manual", "native", "compiled"} <= {name for name in impls.names() if impls.unavailable(name) is None}
