@@ -1,5 +1,6 @@
 """CUDA's part in step capture: streams, events, graphs, and a look-out for operations that wait for the GPU."""
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,8 +25,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._recording = torch.cuda.Stream(device)
-        self._copying = torch.cuda.Stream(device)
+        self._recording, self._copying = _streams(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
@@ -114,6 +114,12 @@ class CudaGraphs:
         gc.collect()
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """One to record on and one to copy on, for all runs of a process: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Staging:

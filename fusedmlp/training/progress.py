@@ -61,10 +61,12 @@ class _Status:
 
 
 class PlainProgress:
-    """A line per row, for pipes and log files."""
+    """A line per row, for pipes and log files; what is ready goes out twice a second, because sending it takes time."""
 
     def __init__(self) -> None:
         self._status = _Status()
+        self._sent = 0.0
+        self._waiting = False
 
     def begin(self, first_step: int, max_steps: int) -> None:
         self._status.begin(first_step, max_steps)
@@ -74,16 +76,19 @@ class PlainProgress:
             self.say(_validation(row))
         else:
             self._status.row, self._status.step = row, int(row["step"])
-            self.say(self._status.line())
+            print(self._status.line())
+            self._waiting = True
 
     def tick(self, step: int) -> None:
-        pass
+        if self._waiting and time.monotonic() - self._sent >= REFRESH_S:
+            self.close()
 
     def say(self, line: str) -> None:
         print(line, flush=True)
 
     def close(self) -> None:
-        pass
+        self._sent, self._waiting = time.monotonic(), False
+        sys.stdout.flush()
 
 
 class LiveProgress:

@@ -32,15 +32,18 @@ def forbid_waiting(monkeypatch):
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("cuda_graph", ["false", "true"])
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate"), [("mlp", "bf16-true", 1), ("mlp", "bf16-mixed", 4), ("gpt", "bf16-mixed", 1)]
 )
-def test_no_step_waits_for_the_gpu(tmp_path, forbid_waiting, impl, model, precision, accumulate):
+def test_no_step_waits_for_the_gpu(tmp_path, forbid_waiting, impl, model, precision, accumulate, cuda_graph):
     ending = train(
         tmp_path / "run", *ON_GPU, f"model={model}", f"impl={impl}", f"trainer.precision={precision}",
         f"trainer.accumulate={accumulate}", "trainer.max_steps=50", "trainer.log_every=10", "trainer.val_every=20",
+        f"trainer.cuda_graph={cuda_graph}",
     )  # fmt: skip
     assert ending.status == "completed", ending.reason
+    assert result(tmp_path / "run")["cuda_graph"]["steps_replayed"] == (47 if cuda_graph == "true" else 0)
     assert list(curve(tmp_path / "run")) == [10, 20, 30, 40, 50]
     assert list(curve(tmp_path / "run", "val/loss")) == [20, 40, 50]
 
@@ -55,7 +58,7 @@ def test_the_check_sees_a_step_that_waits(tmp_path, forbid_waiting, monkeypatch)
         add(self, name, value, weight)
 
     monkeypatch.setattr(DeviceMetrics, "add", add_and_read)
-    ending = train(tmp_path / "run", *ON_GPU, "trainer.max_steps=10")
+    ending = train(tmp_path / "run", *ON_GPU, "trainer.max_steps=10", "trainer.cuda_graph=false")
     assert ending.status == "failed"
     assert "synchronizing CUDA operation" in ending.reason
 
