@@ -188,7 +188,8 @@ class StepCapture:
 
     def _replay(self, batch: Batch, first: bool, last: bool) -> tuple[int, int]:
         self._staging.load(batch)
-        self._recorded[first, last].replay()
+        with self.step.range("replay"):
+            self._recorded[first, last].replay()
         self.step.metrics.count("train/loss")
         if last:
             self.step.metrics.count("train/grad_norm")

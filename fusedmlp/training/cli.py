@@ -148,6 +148,7 @@ def _outcome(fields: dict[str, Any]) -> list[str]:
             f"{speed['tokens_per_s']:,.0f} tokens/s, {speed['step_ms_median']:.2f} ms/step "
             f"(p10 {speed['step_ms_p10']:.2f}, p90 {speed['step_ms_p90']:.2f})"
             + (f", peak {memory:.2f} GiB" if memory else "")
+            + (", step from a CUDA graph" if (fields.get("cuda_graph") or {}).get("captured") else "")
         )
         waited = f"{speed['data_wait_percent']:.1f} % of the time waiting for data"
         rate = speed["tflops_per_s"]

@@ -64,8 +64,10 @@ class DeviceMetrics:
     def not_counted(self) -> Iterator[None]:
         """While a graph is recorded: what is added inside is not added yet, and counts when the graph is replayed."""
         weights = dict(self._weights)
-        yield
-        self._weights = weights
+        try:
+            yield
+        finally:
+            self._weights = weights
 
     def read(self) -> Reading:
         """Starts the copy of all sums to the host and begins a new interval."""

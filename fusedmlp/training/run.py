@@ -219,10 +219,13 @@ class Run:
         assert monitor.started is not None
         throughput = monitor.throughput()
         first_steps, warmup = (throughput.first_steps_s, throughput.warmup_s) if throughput else (None, None)
+        if first_steps is not None:
+            first_steps += self.task.capture.capture_s or 0.0
         self.seconds |= {
             # W&B, model, device, checkpoint: all but the data until the loop begins
             "setup": monitor.started - self.began - (self.seconds["data"] or 0.0),
-            # what the first steps take beyond the others: compilation, autotuning, building an extension, caches
+            # what the first steps take beyond the others: compilation, autotuning, building an extension, caches, and
+            # recording the step
             "first_steps": first_steps,
             "warmup": warmup,
             # the steady steps, validation and checkpoints

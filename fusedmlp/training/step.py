@@ -20,7 +20,8 @@ from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.options import TrainerOptions
 
 Batch = tuple[Tensor, Tensor]
-# Names a stretch of the step ("step", "forward", "backward", "optimizer") for whoever wants to see it in a trace.
+# Names a part of the step for whoever wants to see it in a trace: "forward", "backward", "optimizer"; of a step that is
+# replayed from a graph "replay", and the others only while it is recorded.
 Range = Callable[[str], AbstractContextManager[Any]]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -34,8 +34,7 @@ class LanguageModelTask(LightningModule):
         samples, tokens: trained on so far in this process; tokens are those that the loss was taken over.
         learning_rate: of the last optimizer step.
         train_metrics, val_metrics: scalars since they were last read.
-        range: names the parts of a step, see `Range`; to be set before `on_fit_start`. Forward, backward and optimizer
-            of a captured step are named once, while it is recorded; "step" stands around every replay.
+        range: names the parts of a step for whoever sets it, at any time, see `Range`.
     """
 
     step: TrainStep
@@ -52,7 +51,7 @@ class LanguageModelTask(LightningModule):
         self.step_done = True
         self.samples = self.tokens = 0
         self.learning_rate = 0.0
-        self.range: Range = unnamed
+        self._range: Range = unnamed
         self._micro = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -63,6 +62,16 @@ class LanguageModelTask(LightningModule):
         else:
             super().__setattr__(name, value)
 
+    @property
+    def range(self) -> Range:
+        return self._range
+
+    @range.setter
+    def range(self, value: Range) -> None:
+        self._range = value
+        if hasattr(self, "step"):
+            self.step.range = value
+
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.options)
 
@@ -71,7 +80,7 @@ class LanguageModelTask(LightningModule):
         self.val_metrics = DeviceMetrics(("val/loss",), self.device)
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
         self.step = TrainStep(self.model, optimizer, self.options, self.train_metrics)
-        self.step.range = self.range
+        self.step.range = self._range
         if self.trainer.world_size > 1 or self._hooks_within_a_step():
             self.step.backward, self.step.apply = self.manual_backward, self._lightning_step
             self.step.plain = False
@@ -109,8 +118,7 @@ class LanguageModelTask(LightningModule):
         if self._micro == 0:
             self.learning_rate = learning_rate(self.trainer.global_step, self.options)
             self.step.set_learning_rate(self.learning_rate)
-        with self.range("step"):
-            samples, positions = self.capture.run(batch, self._micro)
+        samples, positions = self.capture.run(batch, self._micro)
         if last and self.step.plain:
             # What Lightning's own call of the optimizer would count: trainer.global_step.
             self._optimizer_steps.increment_ready()

@@ -265,11 +265,13 @@ def test_the_time_of_the_capture_belongs_to_no_step(tmp_path, monkeypatch, graph
     assert [float(row["time/step_ms"]) for row in rows(tmp_path / "run")] == pytest.approx([10.0] * 8)
     found = result(tmp_path / "run")
     assert found["throughput"]["warmup_steps"] == 3, "the steps before capture say nothing about the others"
+    assert found["cuda_graph"]["capture_s"] > 0
+    assert found["seconds"]["first_steps"] == pytest.approx(found["cuda_graph"]["capture_s"])
 
 
 @pytest.mark.parametrize("cuda_graph", ["true", "false"])
 def test_ranges(tmp_path, graphs, monkeypatch, cuda_graph):
-    """What a profiler may name: the parts of every step, and around a replay the step as a whole."""
+    """What a profiler may name from any step on: the parts of a step, and a replay."""
     seen = []
 
     @contextlib.contextmanager
@@ -277,10 +279,18 @@ def test_ranges(tmp_path, graphs, monkeypatch, cuda_graph):
         seen.append(name)
         yield
 
-    monkeypatch.setattr(task, "unnamed", named)
+    training_step = task.LanguageModelTask.training_step
+
+    def from_step_2_on(self, batch, batch_idx):
+        if self.trainer.global_step == 2:
+            self.range = named
+        training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(task.LanguageModelTask, "training_step", from_step_2_on)
     train(tmp_path / "run", "trainer.max_steps=5", f"trainer.cuda_graph={cuda_graph}", "trainer.accumulate=2")
-    one = ["step", "forward", "backward", "step", "forward", "backward", "optimizer"]
-    assert seen == 5 * one
+    eager = ["forward", "backward", "forward", "backward", "optimizer"]
+    played = ["replay", "forward", "backward", "replay", "forward", "backward", "optimizer"]
+    assert seen == eager + 2 * (played if cuda_graph == "true" else eager)
 
 
 class Counts(Callback):
