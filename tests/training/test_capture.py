@@ -20,14 +20,22 @@ CAPTURED = ("trainer.cuda_graph=true", "trainer.max_steps=30")
 
 
 class Played:
-    """What a graph does, done anew in every replay; like a graph it reads its inputs at the recorded addresses."""
+    """What a graph does, done anew in every replay.
 
-    def __init__(self, function):
-        self.function, self.count = function, 0
+    Like a graph it reads its inputs at the recorded addresses, and its gradients are not to be seen from outside.
+    """
+
+    def __init__(self, function, held):
+        self.function, self.held, self.count = function, held, 0
 
     def replay(self):
         self.count += 1
+        parameters = self.function.func.__self__.step.parameters
+        for parameter, gradient in self.held.items():
+            parameter.grad = gradient
         self.function()
+        for parameter in parameters:
+            self.held[parameter], parameter.grad = parameter.grad, None
 
 
 class Event:
@@ -53,6 +61,7 @@ class FakeGraphs:
     def __init__(self, device):
         FakeGraphs.last = self
         self.recordings: list[Played] = []
+        self.held: dict[torch.Tensor, torch.Tensor | None] = {}
         self.drained = self.given_up = self.eager = 0
 
     @contextlib.contextmanager
@@ -81,7 +90,7 @@ class FakeGraphs:
     def record(self, function):
         if self.fails_with is not None:
             raise self.fails_with
-        self.recordings.append(Played(function))
+        self.recordings.append(Played(function, self.held))
         return self.recordings[-1]
 
     def give_up(self):
@@ -225,7 +234,7 @@ def test_a_batch_of_another_shape(tmp_path, graphs, monkeypatch, odd):
     monkeypatch.setattr(
         data_windows.WindowOrder, "starts", lambda self, i: starts(self, i)[: 5 if i == odd else self.batch_size]
     )
-    keep_gradients(monkeypatch)
+    show_gradients(monkeypatch, graphs)
     settings = ("trainer.accumulate=2", "trainer.max_steps=10")
     train(tmp_path / "eager", *settings, "trainer.cuda_graph=false")
     ending = train(tmp_path / "asked", *settings, "trainer.cuda_graph=true")
@@ -235,12 +244,12 @@ def test_a_batch_of_another_shape(tmp_path, graphs, monkeypatch, odd):
     assert result(tmp_path / "auto")["cuda_graph"]["steps_replayed"] == 3
 
 
-def keep_gradients(monkeypatch):
-    """A graph's gradients are there from its recording on: that the first replay sets them is seen by `_leave` only."""
+def show_gradients(monkeypatch, graphs):
+    """The gradients of a graph have their address once it is recorded; those of a played one only after it played."""
     leave = capture.StepCapture._leave
 
     def with_gradients(self, batch, first):
-        self._gradients = [parameter.grad for parameter in self.step.parameters]
+        self._gradients = [graphs.last.held[parameter] for parameter in self.step.parameters]
         leave(self, batch, first)
 
     monkeypatch.setattr(capture.StepCapture, "_leave", with_gradients)
