@@ -18,6 +18,7 @@ from fusedmlp.errors import UserError
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 WANDB_MODES = ("offline", "online", "disabled")
 ACCELERATORS = ("auto", "cpu", "gpu")
+PROFILE_TOOLS = ("torch", "nsys", "memory", "ncu")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class TrainerOptions:
     accelerator: str
     devices: int
     peak_tflops: float | None
+    read_loss_every_step: bool
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "accumulate", "log_every"):
@@ -84,12 +86,26 @@ class LoggerOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Section `profile`: the tool that records a trace of some steps; None for none."""
+    """Section `profile`: the tool that records some steps (None for none) and its window; see configs/profile/."""
 
     tool: str | None
+    wait: int
+    warmup: int
+    active: int
+    artifact: bool
+    kernel: str | None
+    launches: int
+    relaunch: bool
 
     def __post_init__(self) -> None:
-        require("profile.tool", self.tool, self.tool is None, "null")
+        if self.tool is not None:
+            choose("profile.tool", self.tool, PROFILE_TOOLS)
+        least = {"wait": 0, "warmup": 1 if self.tool == "torch" else 0, "active": 1, "launches": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            require(f"profile.{name}", value, value >= bound, f"an integer of at least {bound}")
+        require("profile.kernel", self.kernel, self.tool != "ncu" or bool(self.kernel),
+                "a regular expression for the names of the kernels to measure; profile=torch lists them")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedmlp.profiling.ranges import Marker, no_range
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions
@@ -36,6 +37,7 @@ class LanguageModelTask(LightningModule):
         samples, tokens: trained on so far in this process; tokens are those that the loss was taken over.
         learning_rate: of the last optimizer step.
         train_metrics, val_metrics: scalars since they were last read.
+        range: marks the parts of a step for a profiler while its window is open.
     """
 
     train_metrics: DeviceMetrics
@@ -50,6 +52,7 @@ class LanguageModelTask(LightningModule):
         self.samples = self.tokens = 0
         self.learning_rate = 0.0
         self._accumulated = 0
+        self.range: Marker = no_range
 
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.options)
@@ -60,19 +63,25 @@ class LanguageModelTask(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch
-        logits = self.model(inputs)  # (B, P, V)
-        loss = next_token_loss(logits, targets)
+        with self.range("forward"):
+            logits = self.model(inputs)  # (B, P, V)
+            loss = next_token_loss(logits, targets)
         self.samples += logits.shape[0]
         self.tokens += logits.shape[0] * logits.shape[1]
         self.train_metrics.add("train/loss", loss)
         # Lightning's autocast spans the whole of training_step; the backward pass must run outside it.
         with torch.autocast(self.device.type, enabled=False):
-            self.manual_backward(loss / self.options.accumulate)
+            with self.range("backward"):
+                self.manual_backward(loss / self.options.accumulate)
             self._accumulated += 1
             self.step_done = self._accumulated == self.options.accumulate
             if self.step_done:
                 self._accumulated = 0
-                self._update()
+                with self.range("optimizer"):
+                    self._update()
+        if self.options.read_loss_every_step:
+            # As a print of the loss does: the CPU waits here for everything that the GPU has been given.
+            loss.item()
 
     def _update(self) -> None:
         """Clips the gradients, updates the parameters and frees the gradients."""
