@@ -1,6 +1,7 @@
 """profile=nsys and profile=ncu run this program a second time, as the child of Nsight, and wait for it."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -45,7 +46,9 @@ def command(profile: Any, folder: Path, executable: str) -> list[str]:
 
 
 def _quoted(folder: Path) -> str:
-    """A path as Hydra's grammar reads it whatever is in it."""
+    """A path as the value of an override, in quotes where Hydra's grammar needs them."""
+    if re.fullmatch(r"[\w./-]+", str(folder)):
+        return str(folder)
     escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 

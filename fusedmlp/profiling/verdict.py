@@ -35,8 +35,8 @@ def judge(analysis: Analysis) -> Verdict:
         return Verdict("CPU", _cpu_only(analysis), _notes(analysis))
     unprofiled = analysis.unprofiled_busy_percent
     busy = analysis.busy_percent if unprofiled is None else unprofiled
-    judged = _idle(analysis, busy) if busy < BUSY else _busy(analysis)
-    return Verdict(*judged, _notes(analysis))
+    bound, sentence = _idle(analysis, busy) if busy < BUSY else _busy(analysis)
+    return Verdict(bound, sentence, _notes(analysis, bound))
 
 
 def _cpu_only(analysis: Analysis) -> str:
@@ -89,7 +89,7 @@ def _busy(analysis: Analysis) -> tuple[str, str]:
     return "memory", (f"memory-bound pointwise kernels take {memory - optimizer:.0f} % of the step ({named}): fuse")
 
 
-def _notes(analysis: Analysis) -> tuple[str, ...]:
+def _notes(analysis: Analysis, bound: str = "") -> tuple[str, ...]:
     notes = []
     if not analysis.steps_named:
         notes.append("the trace marks no steps: all of it counts as one")
@@ -101,10 +101,11 @@ def _notes(analysis: Analysis) -> tuple[str, ...]:
         )
     blocked = 100 * analysis.blocked_ms / max(analysis.step_ms, 1e-9)
     if analysis.on_gpu and blocked >= NOTED_BLOCKED:
-        notes.append(
-            f"the CPU waits for the GPU {_times(analysis.blocking_calls)} a step, {blocked:.0f} % of it, "
-            "so it cannot run ahead"
-        )
+        if bound != "sync":
+            notes.append(
+                f"the CPU waits for the GPU {_times(analysis.blocking_calls)} a step, {blocked:.0f} % of it, "
+                "so it cannot run ahead"
+            )
     elif analysis.ahead_ms is not None and analysis.ahead_ms[0] >= 0.1:
         notes.append(f"the CPU runs ahead: a kernel waits {analysis.ahead_ms[0]:.1f} ms for its turn (median)")
     if analysis.outside_percent >= 5:
