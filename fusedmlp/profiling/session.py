@@ -64,13 +64,13 @@ class Session:
         self.artifacts: list[Path] = []
         self._window: Window | None = None
         self._tool: Tool | None = None
+        self._oom_file: Path | None = None
         if options.tool is None:
             return
         check_window(options.wait, options.warmup, options.active, steps)
         self._tool = _make_tool(options, folder, device)
         self._window = Window(self._tool, options.wait, options.warmup, options.active, clock)
         self.callbacks = [self._window]
-        self._oom_file: Path | None = None
 
     def __enter__(self) -> "Session":
         return self

@@ -146,7 +146,13 @@ def test_cpu_operations_count_without_those_they_call():
     def op(name, start, duration, tid=1):
         return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": tid, "ts": start, "dur": duration}
 
-    events = [op("outer", 0, 100), op("inner", 10, 40), op("innermost", 20, 5), op("inner", 60, 10), op("other", 0, 7, 2)]
+    events = [
+        op("outer", 0, 100),
+        op("inner", 10, 40),
+        op("innermost", 20, 5),
+        op("inner", 60, 10),
+        op("other", 0, 7, 2),
+    ]
     found = analyse(traces.from_events(events))
     assert not found.on_gpu
     assert {row.name: (row.count, row.ms) for row in found.cpu_ops} == {
