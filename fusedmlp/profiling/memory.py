@@ -29,13 +29,11 @@ class MemoryTool:
         peaks: phase -> largest memory allocated in it, in GiB, over the window's steps.
     """
 
-    marker: Marker | None
-
     def __init__(self, folder: Path):
         self.folder = folder
         self.peaks: dict[str, float] = {}
         self._phases: list[Phase] = []
-        self.marker = self._mark
+        self.marker: Marker | None = self._mark
         torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
 
     def warm_up(self) -> None:
@@ -86,6 +84,7 @@ def peaks(snapshot: dict[str, Any], phases: list[Phase]) -> dict[str, float]:
             from what is allocated at its end.
     """
     events = [event for device in snapshot["device_traces"] for event in device if event["action"] in _SIGN]
+    events.sort(key=lambda event: event["time_us"])
     allocated = sum(
         block.get("requested_size", block["size"])
         for segment in snapshot["segments"]

@@ -30,9 +30,8 @@ _FOLDERS = (
 class NsightTool:
     """Marks the window for a profiler outside the process, which records between cudaProfilerStart and -Stop."""
 
-    marker: Marker | None = torch.cuda.nvtx.range
-
     def __init__(self) -> None:
+        self.marker: Marker | None = torch.cuda.nvtx.range
         self._recording = False
 
     def warm_up(self) -> None:

@@ -19,9 +19,8 @@ class TorchTool:
         warmup, active: steps that the profiler runs without keeping anything, and that it keeps.
     """
 
-    marker: Marker | None = record_function
-
     def __init__(self, folder: Path, warmup: int, active: int, device: torch.device):
+        self.marker: Marker | None = record_function
         self.file = folder / FILE
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._schedule = schedule(wait=0, warmup=warmup, active=active, repeat=1)

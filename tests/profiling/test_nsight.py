@@ -18,7 +18,8 @@ from fusedmlp.profiling.nsight import NsightTool
 ROOT = Path(__file__).parents[2]
 TINY = (
     "dim=32", "model.num_layers=2", "data=synthetic", "data.num_tokens=20000", "data.batch_size=8",
-    "data.val_batches=2", "logger=none", "trainer.accelerator=cpu", "trainer.val_every=0", "trainer.max_steps=6", "profile.wait=1",
+    "data.val_batches=2", "logger=none", "trainer.accelerator=cpu", "trainer.val_every=0", "trainer.max_steps=6",
+    "profile.wait=1",
     "profile.warmup=1", "profile.active=2",
 )  # fmt: skip
 # Runs the program behind its own options, as nsys and ncu do, and leaves a report; says what it was given.
@@ -237,6 +238,17 @@ def test_nsight_is_found(tmp_path, monkeypatch):
     assert nsight.find("nsys", {**nowhere, "CUDA_HOME": str(tmp_path / "cuda")}) == str(home)
     path = executable(tmp_path / "path/nsys")
     assert nsight.find("nsys", {"PATH": str(path.parent), "CUDA_HOME": str(tmp_path / "cuda")}) == str(path)
+
+
+def test_ranges_are_nvtx_ranges(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    marker = NsightTool().marker
+    assert marker is not None
+    with marker("forward"):
+        pass
+    assert calls == ["forward", "pop"]
 
 
 def test_the_window_is_marked_once(monkeypatch):
