@@ -170,7 +170,9 @@ def _calls(trace: Trace, found: Steps, result: Analysis) -> None:
     """Launches, and calls that wait for the GPU."""
     inside = holder(found.cpu, trace.calls.start) >= 0
     for pattern, name in ((steps.LAUNCH, "launches"), (steps.GRAPH_LAUNCH, "graph_launches")):
-        setattr(result, name, float((inside & steps.calls_named(trace.calls, pattern)).sum() / found.count))
+        chosen = trace.calls.correlation[inside & steps.calls_named(trace.calls, pattern)]
+        # A call of the runtime and the one of the driver below it are one launch.
+        setattr(result, name, (len(np.unique(chosen[chosen >= 0])) + int((chosen < 0).sum())) / found.count)
     blocking = inside & steps.calls_named(trace.calls, steps.BLOCKING)
     result.blocking_calls = float(blocking.sum() / found.count)
     result.blocked_ms = float(trace.calls.duration[blocking].sum() / found.count / 1e3)

@@ -182,3 +182,9 @@ def test_a_graph_between_slow_steps_is_not_told_to_capture():
                              *[layers(3.0, 1.0, 5.0, graph=True)] * 2, unprofiled_step_ms=1.0))  # fmt: skip
     assert verdict.bound == "launch"
     assert "capture the step" not in verdict.sentence
+
+
+def test_a_launch_that_runtime_and_driver_both_report_is_one():
+    events = content(*[layers(10.0, 4.0, 40.0)] * 2)["traceEvents"]
+    twice = [dict(e, cat="cuda_driver", name="cuLaunchKernel") for e in events if e.get("name") == "cudaLaunchKernel"]
+    assert analyse(traces.from_events([*events, *twice])).launches == 32
