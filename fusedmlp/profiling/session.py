@@ -33,6 +33,8 @@ class Options(Protocol):
     @property
     def active(self) -> int: ...
     @property
+    def kernel(self) -> str | None: ...
+    @property
     def relaunch(self) -> bool: ...
 
 
@@ -135,6 +137,11 @@ class Session:
 
 
 def _make_tool(options: Options, folder: Path, device: torch.device) -> Tool:
+    if options.tool == "ncu" and not options.kernel:
+        raise UserError(
+            "profile=ncu: profile.kernel is not set; expected a regular expression for the names of the kernels to "
+            "measure, which profile=torch lists"
+        )
     if options.tool != "torch" and device.type != "cuda":
         raise UserError(f"profile={options.tool} records a GPU, and this run has none; profile=torch records a CPU too")
     if options.tool == "torch":

@@ -104,8 +104,6 @@ class ProfileOptions:
         for name, bound in least.items():
             value = getattr(self, name)
             require(f"profile.{name}", value, value >= bound, f"an integer of at least {bound}")
-        require("profile.kernel", self.kernel, self.tool != "ncu" or bool(self.kernel),
-                "a regular expression for the names of the kernels to measure; profile=torch lists them")  # fmt: skip
 
 
 @dataclass(frozen=True)

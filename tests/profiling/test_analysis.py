@@ -27,6 +27,8 @@ def test_intervals():
     assert [times.tolist() for times in gaps(covered, -1.0, 8.0)] == [[-1, 4, 7], [0, 5, 8]]
     assert overlap(covered, (np.array([3.0, 4.5]), np.array([6.0, 4.8]))).tolist() == [2.0, 0.0]
     assert holder(covered, np.array([-1.0, 0.0, 4.0, 6.0, 20.0])).tolist() == [-1, 0, -1, 1, -1]
+    nested = union(np.array([0.0, 1.0, 5.0]), np.array([10.0, 2.0, 6.0]))
+    assert [times.tolist() for times in nested] == [[0], [10]]
     nothing = union(np.array([]), np.array([]))
     assert total(nothing) == 0
     assert overlap(nothing, covered).tolist() == [0, 0, 0]

@@ -163,6 +163,7 @@ def test_a_cut_is_small_and_says_the_same(tmp_path, capsys):
     for name in ("sentence", "kernels_per_step", "launches_per_step", "kinds", "device", "ranges"):
         assert b[name] == pytest.approx(a[name]) if isinstance(a[name], float) else b[name] == a[name]
     assert b["step_ms"] == pytest.approx(a["step_ms"])
+    assert len(trace.read(small).gpu) == 3 * 32, "what later steps launched is not in it"
     again = tmp_path / "again.json.gz"
     assert main(["cut", str(small), str(again), "--steps", "3"]) == 0
     assert again.read_bytes() == small.read_bytes()
