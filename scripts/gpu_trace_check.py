@@ -3,9 +3,10 @@
     python scripts/gpu_trace_check.py --out profiles/records/2026-01-01-traces
     python scripts/gpu_trace_check.py --out DIR --parts traces,nsys --impls native,triton --experiments lecture
 
-Parts: `traces` (profile=torch for every experiment and impl, analysed, and each impl compared with the first), `nsys`
-(the first experiment and impl once more under Nsight Systems; its kernel times against ours), `overhead` (steps before
-and after a window, beside a run without profiler), `demo` (experiment=sync_demo with and without reading the loss).
+Parts: `traces` (profile=torch for every experiment and impl, analysed, and each impl compared with the first), `graph`
+(the first of them with step capture), `nsys` (once more under Nsight Systems; its kernel times against ours),
+`overhead` (steps before and after a window, beside a run without profiler), `demo` (experiment=sync_demo with and
+without reading the loss).
 One process per run. The folder receives record.md, record.json, up to four pictures, nsys-stats.txt, and traces.tar.gz
 with small traces, kernel tables and results. Exit code 1 if a run failed or was left out.
 """
@@ -30,10 +31,13 @@ sys.path.insert(0, str(ROOT))
 from fusedmlp.errors import UserError  # noqa: E402
 from fusedmlp.profiling import compare, cut, nsight, nsys_stats, picture, report, trace  # noqa: E402
 
-PARTS = ("traces", "nsys", "overhead", "demo")
+PARTS = ("traces", "graph", "nsys", "overhead", "demo")
+CAN_CAPTURE = "cuda_graph" in (ROOT / "configs" / "trainer" / "default.yaml").read_text()
+EAGER, CAPTURED = (f"trainer.cuda_graph={value}" for value in ("false", "true"))
 WAIT, WARMUP, ACTIVE, AFTER = 30, 3, 5, 12
 CUT_STEPS = 3
-QUIET = ("logger=none", "trainer.checkpoint=false", "trainer.val_every=0", "trainer.warmup_steps=10")
+QUIET = ("logger=none", "trainer.checkpoint=false", "trainer.val_every=0", "trainer.warmup_steps=10",
+         *([EAGER] if CAN_CAPTURE else []))  # fmt: skip
 KEPT = ("result.json", "kernels.csv", "metrics.csv", "config.yaml")
 
 
@@ -60,15 +64,8 @@ class Check:
         self.record["runs"][name] = row
         if left < 10:
             return self._lost(name, row, "left out: the time was up")
-        own = self.options.overrides
-        command = [
-            sys.executable,
-            "train.py",
-            *overrides,
-            *QUIET,
-            *own,
-            f"hydra.run.dir={os.path.relpath(folder, ROOT)}",
-        ]
+        words = (*self.options.overrides, *QUIET, *overrides, f"hydra.run.dir={os.path.relpath(folder, ROOT)}")
+        command = [sys.executable, "train.py", *words]
         print(f"{name}: {' '.join(command[1:])}", flush=True)
         began = time.monotonic()
         try:
@@ -148,6 +145,23 @@ def traces(check: Check) -> None:
                 check.section(
                     f"{experiment}: {first[0]} and {impl}", compare.lines(first[1], analysis, (first[0], impl), 20)
                 )
+
+
+def graph(check: Check) -> None:
+    """The first experiment and impl with the whole step in a CUDA graph, against the same without."""
+    experiment, impl = check.options.experiments[0], check.options.impls[0]
+    if not CAN_CAPTURE:
+        return
+    name = f"{experiment}-{impl}-graph"
+    folder = check.train(name, f"experiment={experiment}", f"impl={impl}", *window("torch"), CAPTURED)
+    if folder is None:
+        return
+    check.keep_trace(name, folder)
+    analysis, eager = report.analyse_file(folder), check.work / "runs" / f"{experiment}-{impl}"
+    check.section(f"{experiment}, {impl}, captured", report.lines(analysis, 15))
+    if (eager / trace.FILE).exists():
+        names = ("eager", "captured")
+        check.section(f"{experiment}: captured", compare.lines(report.analyse_file(eager), analysis, names, 5))
 
 
 def demo(check: Check) -> None:

@@ -22,7 +22,8 @@ NOTED_BLOCKED = 5.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """`bound`: launch, sync, data, communication, memory, optimizer, GEMM, or CPU where nothing ran on a GPU."""
+    """`bound`: launch, sync, data, communication, memory, optimizer or GEMM; CPU where nothing ran on a GPU, unknown
+    where the trace does not have what ran there."""
 
     bound: str
     sentence: str
@@ -31,6 +32,12 @@ class Verdict:
 
 def judge(analysis: Analysis) -> Verdict:
     """The bound of a step, in one sentence; what a reader must know besides, in notes."""
+    if not analysis.on_gpu and analysis.launches:
+        sentence = (
+            f"no GPU activity was recorded, though the CPU made {analysis.launches:,.0f} launches a step: "
+            "another profiler has CUPTI, or this process may not use it"
+        )
+        return Verdict("unknown", sentence, _notes(analysis))
     if not analysis.on_gpu:
         return Verdict("CPU", _cpu_only(analysis), _notes(analysis))
     unprofiled = analysis.unprofiled_busy_percent

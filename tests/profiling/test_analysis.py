@@ -88,6 +88,12 @@ def test_without_any_steps_the_whole_trace_is_one():
     assert "marks no steps" in judge(found).notes[0]
 
 
+def test_launches_without_kernels_are_no_run_on_a_cpu():
+    verdict = judge(analyse(traces.from_events(only("kernel"))))
+    assert verdict.bound == "unknown"
+    assert "though the CPU made 32 launches a step" in verdict.sentence
+
+
 def test_a_trace_without_calls_is_still_read():
     found = analyse(traces.from_events([e for e in only("cuda_runtime") if e.get("name") not in ("step",)
                                         and not str(e.get("name")).startswith("ProfilerStep")]))  # fmt: skip

@@ -193,7 +193,7 @@ def test_a_resumed_run_has_fewer_steps(tmp_path):
         (("profile=torch", "profile.warmup=0"), ("profile.warmup=0", "at least 1")),
         (("profile=torch", "profile.active=0"), ("profile.active=0", "at least 1")),
         (("profile=torch", "profile.wait=-1"), ("profile.wait=-1", "at least 0")),
-        (("profile=ncu",), ("profile.kernel is not set", "regular expression")),
+        (("profile=ncu", "trainer.max_steps=40"), ("profile.kernel is not set", "regular expression")),
         (("profile=memory",), ("profile=memory", "GPU", "profile=torch")),
         (("profile=nsys", "trainer.max_steps=40"), ("profile=nsys", "GPU", "profile=torch")),
     ],
