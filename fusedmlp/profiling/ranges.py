@@ -5,7 +5,7 @@
 module lists is a block: "block layers.0" in the forward pass, "block layers.0 backward" in the backward pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -70,19 +70,19 @@ class Ranges:
         ends where that of its input is, in autograd's thread."""
         backward = f"{name} backward"
 
-        def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             self.begin(name)
-            for node in _nodes(inputs):
+            for node in _nodes((inputs, *named.values())):
                 node.register_prehook(lambda _: self.end(backward))
 
-        def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        def after(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             self.end(name)
             # A block whose input needs no gradient would have no end.
-            for node in _nodes((output,)) if _nodes(inputs) else ():
+            for node in _nodes((output,)) if _nodes((inputs, *named.values())) else ():
                 node.register_prehook(lambda _: self._begin_backward(backward))
 
-        self._undo.append(block.register_forward_pre_hook(before).remove)
-        self._undo.append(block.register_forward_hook(after, always_call=True).remove)
+        self._undo.append(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(block.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
     def _begin_backward(self, name: str) -> None:
         # The output of one block is the input of the next, whose backward pass ends here.
@@ -91,9 +91,15 @@ class Ranges:
         self.begin(name)
 
 
-def _nodes(values: tuple[Any, ...]) -> list[Any]:
-    """The autograd nodes that the tensors among these values came out of."""
-    return [value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+def _nodes(values: Iterable[Any]) -> list[Any]:
+    """The autograd nodes that the tensors among these values, or in tuples and lists of them, came out of."""
+    nodes = []
+    for value in values:
+        if isinstance(value, tuple | list):
+            nodes += _nodes(value)
+        elif isinstance(value, Tensor) and value.grad_fn is not None:
+            nodes.append(value.grad_fn)
+    return nodes
 
 
 def blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
