@@ -36,12 +36,16 @@ def test_a_trace_of_every_impl(tmp_path, impl):
     assert saved["ranges"]["forward"]["gpu_ms"] > 0
     assert saved["ranges"]["block layers.1 backward"]["gpu_ms"] > 0
     phases = sum(saved["ranges"][name]["gpu_ms"] for name in ("data", "forward", "backward", "optimizer"))
-    assert phases == pytest.approx(saved["kernel_ms"], rel=0.1)
+    # What is left are the sums of the metrics.
+    assert phases == pytest.approx(saved["kernel_ms"], rel=0.25)
     assert saved["launch_to_start_ms"]["median"] > 0
 
 
 def test_reading_the_loss_is_seen(tmp_path):
-    settings = (*ON_GPU, *WINDOW, "profile=torch", "trainer.precision=bf16-true", "dim=1024", "data.batch_size=8192")
+    settings = (
+        *ON_GPU, *WINDOW, "profile=torch", "trainer.precision=bf16-true", "dim=1024", "data.batch_size=8192",
+        "trainer.log_every=30",
+    )  # fmt: skip
     train(tmp_path / "without", *settings)
     train(tmp_path / "with", *settings, "trainer.read_loss_every_step=true")
     without, with_it = (result(tmp_path / name)["trace"] for name in ("without", "with"))
