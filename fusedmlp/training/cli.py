@@ -164,7 +164,7 @@ def _outcome(fields: dict[str, Any]) -> list[str]:
 def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
     def command(*changes: str) -> str:
         changed = tuple(change.partition("=")[0] + "=" for change in changes if "=" in change)
-        kept = [word for word in fields["overrides"] if not word.startswith((*changed, "resume=", "profile."))]
+        kept = [word for word in fields["overrides"] if not word.startswith((*changed, "resume=", "profile.relaunch="))]
         return shlex.join(["python", "train.py", *changes, *kept])
 
     if fields["status"] == "interrupted" and fields.get("checkpoint"):

@@ -222,6 +222,7 @@ class Run:
         summary |= {f"steady/{name}": value for name, value in (fields.get("throughput") or {}).items()}
         trace = fields.get("trace") or {}
         summary |= {f"trace/{name}": value for name, value in trace.items() if isinstance(value, str | int | float)}
+        summary |= {f"trace/ms/{kind}": found["ms"] for kind, found in trace.get("kinds", {}).items()}
         return summary | {f"seconds/{name}": value for name, value in self.seconds.items()}
 
     def _collect(self, monitor: Monitor) -> None:
