@@ -13,8 +13,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from fusedmlp.profiling.relaunch import relaunch
 from fusedmlp.sweep import isolated
-from fusedmlp.sweep.job import join_sweep
+from fusedmlp.sweep.job import GROUP, join_sweep
 from fusedmlp.training.cli import Jobs, launch, register_impls
 from fusedmlp.training.run import run
 
@@ -30,6 +31,10 @@ def main(cfg: DictConfig) -> None:
     sweep = Path(job.sweep.dir) if job.mode == RunMode.MULTIRUN else None
     if sweep is not None:
         print(f"\n[{job.job.num}] {' '.join(job.overrides.task)}", flush=True)
+    else:
+        code = relaunch(cfg.profile, Path(job.runtime.output_dir), {GROUP: group} if group else {})
+        if code is not None:
+            return jobs.ended_under(code)
     name = group if sweep is None else "-".join(sweep.parts[-2:])
     result, ending = run(cfg, Path(job.runtime.output_dir), list(job.overrides.task), name)
     jobs.ended(result, ending)

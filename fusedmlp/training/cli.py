@@ -48,6 +48,10 @@ class Jobs:
         """Takes a run that ended in a process of its own, where it was shown."""
         self._ended.append((fields, 0 if fields["status"] == "completed" else EXIT_FAILED))
 
+    def ended_under(self, code: int) -> None:
+        """Takes the exit code of a run that a profiler started and that has been shown."""
+        self._ended.append(({}, code))
+
     @property
     def exit_code(self) -> int:
         return max((code for _, code in self._ended), default=0)
@@ -125,6 +129,8 @@ def last_lines(result: Result) -> list[str]:
     places: dict[str, Path | None] = {"result": folder / "result.json", "log": folder / "train.log"}
     if fields.get("steps"):
         places |= {"metrics": folder / "metrics.csv"}
+    trace = fields.get("trace") or {}
+    places |= {"trace": trace.get("file"), "kernels": trace.get("kernels_file")}
     places |= {"checkpoint": fields.get("checkpoint"), "W&B": fields.get("wandb")}
     lines += [f"  {name:10} {_shown(Path(place))}" for name, place in places.items() if place]
     return [*lines, *(f"next       {line}" for line in _next_steps(fields, folder))]
@@ -159,7 +165,7 @@ def _outcome(fields: dict[str, Any]) -> list[str]:
 def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
     def command(*changes: str) -> str:
         changed = tuple(change.partition("=")[0] + "=" for change in changes if "=" in change)
-        kept = [word for word in fields["overrides"] if not word.startswith((*changed, "resume="))]
+        kept = [word for word in fields["overrides"] if not word.startswith((*changed, "resume=", "profile.relaunch="))]
         return shlex.join(["python", "train.py", *changes, *kept])
 
     if fields["status"] == "interrupted" and fields.get("checkpoint"):

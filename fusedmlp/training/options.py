@@ -18,6 +18,7 @@ from fusedmlp.errors import UserError
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 WANDB_MODES = ("offline", "online", "disabled")
 ACCELERATORS = ("auto", "cpu", "gpu")
+PROFILE_TOOLS = ("torch", "nsys", "memory", "ncu")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class TrainerOptions:
     devices: int
     peak_tflops: float | None
     cuda_graph: bool | str
+    read_loss_every_step: bool
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "accumulate", "log_every"):
@@ -68,6 +70,10 @@ class TrainerOptions:
         choose("trainer.precision", self.precision, PRECISIONS)
         choose("trainer.accelerator", self.accelerator, ACCELERATORS)
         require("trainer.cuda_graph", self.cuda_graph, self.cuda_graph in (True, False, "auto"), "true, false or auto")
+        if self.cuda_graph is True and self.read_loss_every_step:
+            raise UserError(
+                "trainer.cuda_graph=true cannot replay steps that wait for the loss (trainer.read_loss_every_step)"
+            )
         require("trainer.devices", self.devices, self.devices == 1, "1; this version trains on one device")
 
 
@@ -86,12 +92,24 @@ class LoggerOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Section `profile`: the tool that records a trace of some steps; None for none."""
+    """Section `profile`: the tool that records some steps (None for none) and its window; see configs/profile/."""
 
     tool: str | None
+    wait: int
+    warmup: int
+    active: int
+    artifact: bool
+    kernel: str | None
+    launches: int
+    relaunch: bool
 
     def __post_init__(self) -> None:
-        require("profile.tool", self.tool, self.tool is None, "null")
+        if self.tool is not None:
+            choose("profile.tool", self.tool, PROFILE_TOOLS)
+        least = {"wait": 0, "warmup": 1 if self.tool == "torch" else 0, "active": 1, "launches": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            require(f"profile.{name}", value, value >= bound, f"an integer of at least {bound}")
 
 
 @dataclass(frozen=True)

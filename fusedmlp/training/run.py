@@ -15,9 +15,10 @@ from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from fusedmlp.profiling.session import Session
 from fusedmlp.training import checkpoint, environment
 from fusedmlp.training.csv_sink import CsvSink
-from fusedmlp.training.failures import Ending, ending_of
+from fusedmlp.training.failures import Ending, ending_of, is_out_of_memory
 from fusedmlp.training.interrupt import StopRequests
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.monitor import Monitor
@@ -82,6 +83,7 @@ class Run:
         self.wandb: WandbSink | None = None
         self.monitor: Monitor | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
+        self.profile: Session | None = None
         self.trainer: Trainer | None = None
         self.task: LanguageModelTask | None = None
         self.seconds: dict[str, float | None] = {"import": environment.import_s()}
@@ -99,7 +101,7 @@ class Run:
     def train(self) -> None:
         """Builds everything and trains. Raises whatever goes wrong."""
         options = build("trainer", self.config["trainer"], TrainerOptions)
-        build("profile", self.config["profile"], ProfileOptions)
+        profile = build("profile", self.config["profile"], ProfileOptions)
         build("sweep", self.config["sweep"], SweepOptions)
         # Before anything that may fail, so that a run that does is there to be seen.
         self.wandb = self._start_wandb()
@@ -115,11 +117,15 @@ class Run:
         self.progress.say(self._headline(data.num_train_tokens))
 
         identity = model_identity(self.config["model"])
-        self.monitor = Monitor(options, [self.csv, self.wandb, self.progress], self._cost(model, options))
+        self.monitor = monitor = Monitor(options, [self.csv, self.wandb, self.progress], self._cost(model, options))
         self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.stop, identity)
-        self.trainer = make_trainer(options, self.device, self.folder, [self.monitor, self.checkpoints])
+        steps = options.max_steps - first_step
+        self.profile = Session(profile, self.folder, self.device, steps, lambda: monitor.clock, is_out_of_memory)
+        callbacks = [monitor, *self.profile.callbacks, self.checkpoints]
+        self.trainer = make_trainer(options, self.device, self.folder, callbacks)
         self.progress.begin(first_step, options.max_steps)
-        self.trainer.fit(self.task, datamodule=data, ckpt_path=resume_from, weights_only=True)
+        with self.profile:
+            self.trainer.fit(self.task, datamodule=data, ckpt_path=resume_from, weights_only=True)
 
     def _build_data(self) -> Any:
         began = time.perf_counter()
@@ -188,6 +194,8 @@ class Run:
         """Records the ending in result.json, metrics.csv and W&B."""
         if self.monitor is not None and self.monitor.started is not None:
             self._collect(self.monitor)
+        if self.profile is not None:
+            self._trace(self.profile)
         self.progress.close()
         self.csv.close()
         self.seconds["total"] = time.perf_counter() - self.began
@@ -195,6 +203,16 @@ class Run:
         if self.wandb is not None:
             self.wandb.finish(self._summary(), ending.exit_code)
             self.result.write(wandb=self.wandb.folder)
+
+    def _trace(self, profile: Session) -> None:
+        """Takes what the profiler recorded, and what it says."""
+        step_ms = (self.result.fields.get("throughput") or {}).get("step_ms_median")
+        trace = profile.finish(step_ms, self.progress.say)
+        if trace is not None:
+            self.result.write(trace=trace)
+        if self.wandb is not None and self.config["profile"]["artifact"]:
+            for file in profile.artifacts:
+                self.wandb.attach(file)
 
     def _summary(self) -> dict[str, Any]:
         """The result in W&B's summary, beside the last value of every metric."""
@@ -204,6 +222,9 @@ class Run:
         }
         summary |= {f"steady/{name}": value for name, value in (fields.get("throughput") or {}).items()}
         summary |= {f"cuda_graph/{name}": value for name, value in (fields.get("cuda_graph") or {}).items()}
+        trace = fields.get("trace") or {}
+        summary |= {f"trace/{name}": value for name, value in trace.items() if isinstance(value, str | int | float)}
+        summary |= {f"trace/ms/{kind}": found["ms"] for kind, found in trace.get("kinds", {}).items()}
         return summary | {f"seconds/{name}": value for name, value in self.seconds.items()}
 
     def _collect(self, monitor: Monitor) -> None:

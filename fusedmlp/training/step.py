@@ -16,14 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fusedmlp.profiling.ranges import Marker, no_range
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.options import TrainerOptions
 
 Batch = tuple[Tensor, Tensor]
-# Names a part of the step for whoever wants to see it in a trace: "forward", "backward", "optimizer"; of a step that is
-# replayed from a graph "replay", and the others only while it is recorded.
-Range = Callable[[str], AbstractContextManager[Any]]
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -44,11 +41,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def unnamed(name: str) -> AbstractContextManager[None]:
-    """A `Range` that costs nothing."""
-    return _NOTHING
-
-
 class TrainStep:
     """Micro-steps that accumulate gradients, the last of which clips them and updates the parameters.
 
@@ -58,14 +50,16 @@ class TrainStep:
         backward, apply: what differentiates a loss and what applies the gradients. A caller may put others in their
             place until `use_plain_calls`.
         plain: whether they are PyTorch's own.
-        range: names the parts of the step.
+        range: marks the parts of the step: "forward", "backward", "optimizer"; of a step that is replayed from a graph
+            "replay", and the others only while it is recorded.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, options: TrainerOptions, metrics: DeviceMetrics):
         self.model, self.optimizer, self.metrics = model, optimizer, metrics
         self.accumulate, self.max_grad_norm = options.accumulate, options.max_grad_norm
+        self.read_loss = options.read_loss_every_step
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        self.range: Range = unnamed
+        self.range: Marker = no_range
         self.plain = False
         self._rate = 0.0
         self._device_rate: Tensor | None = None
@@ -94,6 +88,9 @@ class TrainStep:
             if last:
                 with self.range("optimizer"):
                     self._update()
+        if self.read_loss:
+            # As a print of the loss does: the CPU waits here for everything that the GPU has been given.
+            loss.item()
         return logits.shape[0], logits.shape[1]
 
     def _update(self) -> None:

@@ -12,13 +12,14 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
+from fusedmlp.profiling.ranges import Marker, no_range
 from fusedmlp.training.capture import StepCapture
 from fusedmlp.training.capture_choice import obstacle
 from fusedmlp.training.cuda_graph import CudaGraphs
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions
-from fusedmlp.training.step import Batch, Range, TrainStep, next_token_loss, to_device, unnamed
+from fusedmlp.training.step import Batch, TrainStep, next_token_loss, to_device
 
 # Hooks of Lightning's that only its own calls of backward and of the optimizer reach.
 _HOOKS_WITHIN_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -34,7 +35,7 @@ class LanguageModelTask(LightningModule):
         samples, tokens: trained on so far in this process; tokens are those that the loss was taken over.
         learning_rate: of the last optimizer step.
         train_metrics, val_metrics: scalars since they were last read.
-        range: names the parts of a step for whoever sets it, at any time, see `Range`.
+        range: names the parts of a step for whoever sets it, at any time; see `TrainStep`.
     """
 
     step: TrainStep
@@ -51,7 +52,7 @@ class LanguageModelTask(LightningModule):
         self.step_done = True
         self.samples = self.tokens = 0
         self.learning_rate = 0.0
-        self._range: Range = unnamed
+        self._range: Marker = no_range
         self._micro = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -63,11 +64,11 @@ class LanguageModelTask(LightningModule):
             super().__setattr__(name, value)
 
     @property
-    def range(self) -> Range:
+    def range(self) -> Marker:
         return self._range
 
     @range.setter
-    def range(self, value: Range) -> None:
+    def range(self, value: Marker) -> None:
         self._range = value
         if hasattr(self, "step"):
             self.step.range = value

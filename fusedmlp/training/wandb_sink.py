@@ -67,6 +67,12 @@ class WandbSink:
     def tick(self, step: int) -> None:
         pass
 
+    def attach(self, file: Path) -> None:
+        """Keeps a file with the W&B run as an artifact, named by the run and the file."""
+        if self._run is not None:
+            name = f"{self._run.id}-{file.name.partition('.')[0]}"
+            self._call("log_artifact", str(file), name, "trace")
+
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Ends the W&B run; it is marked failed unless `exit_code` is 0."""
         if self._run is not None:

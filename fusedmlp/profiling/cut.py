@@ -1,0 +1,81 @@
+"""A small trace out of a large one: some steps with what the analysis reads, which a repository can hold."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fusedmlp.errors import UserError
+from fusedmlp.profiling import trace
+from fusedmlp.profiling.steps import BLOCKING, LAUNCH, STEP
+
+_ARGUMENTS = ("correlation", "stream", "device", "graph node id", "bytes")
+
+
+def cut(source: Path, target: Path, steps: int) -> int:
+    """Writes the first `steps` steps of a trace: kernels, copies, launches, calls that wait, ranges.
+
+    Without GPU activity the operations on the CPU are kept as well. Returns: the number of events written.
+    Raises: UserError for a trace that has no steps, or fewer.
+    """
+    content = trace.load_json(source)
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
+        raise UserError(f"{source}: JSON, but no Chrome trace: it has no list of traceEvents")
+    low, high = _span(source, events, steps)
+    on_gpu = any(event.get("cat") in trace.ON_GPU for event in events)
+    wanted = (trace.RANGE, *trace.CALLS) if on_gpu else (trace.RANGE, trace.OP)
+    host = [event for event in events if event.get("cat") in wanted and event.get("ph") == "X"
+            and low <= _time(event) < high]  # fmt: skip
+    launched = {event["args"]["correlation"] for event in host if event.get("cat") in trace.CALLS and "args" in event}
+    device = [event for event in events if event.get("cat") in trace.ON_GPU and _correlation(event) in launched]
+    reached = {_correlation(event) for event in device}
+    # Of the calls only those that started something, or that wait.
+    host = [
+        event
+        for event in host
+        if event["cat"] not in trace.CALLS or _correlation(event) in reached or BLOCKING.match(event["name"])
+        or LAUNCH.match(event["name"])
+    ]  # fmt: skip
+    kept = sorted((_small(event) for event in host + device), key=lambda event: event["ts"])
+    origin = kept[0]["ts"]
+    for event in kept:
+        event["ts"] = round(event["ts"] - origin, 3)
+    properties = content.get("deviceProperties") if isinstance(content, dict) else None
+    names = [{"id": gpu.get("id"), "name": gpu.get("name")} for gpu in (properties or [])[:1]]
+    _write(target, {"schemaVersion": 1, "deviceProperties": names, "traceEvents": kept})
+    return len(kept)
+
+
+def _span(source: Path, events: list[Any], steps: int) -> tuple[float, float]:
+    """Begin of the first step and end of the last one that is kept, on the CPU."""
+    ranges = [event for event in events if event.get("cat") == trace.RANGE and event.get("ph") == "X"]
+    marked = [event for event in ranges if event["name"] == STEP]
+    marked = marked or [event for event in ranges if event["name"].startswith("ProfilerStep")]
+    if not 1 <= steps <= len(marked):
+        raise UserError(f"{source}: it has {len(marked)} steps, so {steps} cannot be cut out of it")
+    marked.sort(key=_time)
+    return _time(marked[0]), _time(marked[steps - 1]) + marked[steps - 1]["dur"]
+
+
+def _time(event: dict[str, Any]) -> float:
+    return float(event.get("ts", -1.0))
+
+
+def _correlation(event: dict[str, Any]) -> Any:
+    return (event.get("args") or {}).get("correlation")
+
+
+def _small(event: dict[str, Any]) -> dict[str, Any]:
+    small = {name: event[name] for name in ("ph", "cat", "name", "pid", "tid", "ts", "dur")}
+    arguments = {name: event["args"][name] for name in _ARGUMENTS if name in (event.get("args") or {})}
+    return small | {"args": arguments}
+
+
+def _write(target: Path, content: dict[str, Any]) -> None:
+    partial = target.with_name(f"{target.name}.partial")
+    data = json.dumps(content, separators=(",", ":")).encode()
+    # No time stamp in the header: the same cut is the same file.
+    partial.write_bytes(gzip.compress(data, 9, mtime=0) if target.name.endswith(".gz") else data)
+    os.replace(partial, target)

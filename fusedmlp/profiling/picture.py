@@ -1,0 +1,129 @@
+"""A trace as a picture: the ranges and the calls of the CPU above, the kernels of the GPU below, by kind."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fusedmlp.errors import UserError
+from fusedmlp.profiling import kinds, steps
+from fusedmlp.profiling.analysis import analyse
+from fusedmlp.profiling.intervals import Intervals
+from fusedmlp.profiling.trace import Trace
+from fusedmlp.profiling.verdict import judge
+
+_COLOURS = {
+    kinds.GEMM: "#1f4e9c", kinds.FUSED_GEMM: "#5b9bd5", kinds.ATTENTION: "#2a9d8f", kinds.GELU: "#e76f51",
+    kinds.SOFTMAX: "#f4a261", kinds.NORM: "#e9c46a", kinds.REDUCTION: "#b5838d", kinds.LOSS: "#9d4edd",
+    kinds.OPTIMIZER: "#6a994e", kinds.COPY: "#8d99ae", kinds.COMMUNICATION: "#d00000", kinds.OTHER: "#bc6c25",
+}  # fmt: skip
+_RANGES = {steps.DATA: "#adb5bd", steps.FORWARD: "#90be6d", steps.BACKWARD: "#f9c74f", steps.OPTIMIZER: "#f28482"}
+_LAUNCHES, _WAITS, _OPS = "#343a40", "#d00000", "#577590"
+_STREAMS = 4
+
+
+def draw(trace: Trace, target: Path, shown_steps: int = 2, title: str = "") -> None:
+    """Writes a picture of the first steps; its kind (png, svg, pdf) is that of the file's name.
+
+    Raises: UserError for another kind of file, or one that cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    found = steps.find_steps(trace)
+    low, high = _extent(trace, found, max(1, min(shown_steps, found.count)))
+    lanes = [*_cpu_lanes(trace), *_gpu_lanes(trace)]
+    figure, axes = plt.subplots(figsize=(14, 1.6 + 0.55 * len(lanes)), layout="constrained")
+    try:
+        labels: dict[str, str] = {}
+        for row, (_, bars) in enumerate(lanes):
+            for label, colour, intervals in bars:
+                if _bars(axes, intervals, low, high, len(lanes) - 1 - row, colour):
+                    labels.setdefault(label, colour)
+        axes.set_yticks([len(lanes) - 1 - row for row in range(len(lanes))], [name for name, _ in lanes])
+        axes.set(xlim=(0, (high - low) / 1e3), ylim=(-0.6, len(lanes) - 0.4), xlabel="ms")
+        heading = f"{title}\n" if title else ""
+        axes.set_title(heading + judge(analyse(trace)).sentence, fontsize=10, loc="left")
+        handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in labels.values()]
+        figure.legend(handles, labels.keys(), ncols=9, fontsize=8, loc="outside lower center")
+        _distances(axes, trace, found, low, high)
+        figure.savefig(target, dpi=110)
+    except (ValueError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{target}: the picture cannot be written: {reason}") from error
+    finally:
+        plt.close(figure)
+
+
+def _extent(trace: Trace, found: steps.Steps, count: int) -> tuple[float, float]:
+    """From the begin of the first step on the CPU to the end of the last one shown, on the CPU and on the GPU."""
+    low, high = float(found.cpu[0][0]), float(found.cpu[1][count - 1])
+    inside = (found.of >= 0) & (found.of < count)
+    return low, max([high, *trace.gpu.end[inside].tolist()])
+
+
+def _distances(axes: Any, trace: Trace, found: steps.Steps, low: float, high: float) -> None:
+    """A line from the launch of each step's first kernel to its start: how far the CPU is ahead."""
+    launched = steps.launch_times(trace, found.launch)
+    lowest_of_cpu = len(_gpu_lanes(trace))
+    for step in range(found.count):
+        members = np.flatnonzero((found.of == step) & (found.launch >= 0))
+        if len(members) and low <= trace.gpu.start[members[0]] <= high:
+            times = [(launched[members[0]] - low) / 1e3, (trace.gpu.start[members[0]] - low) / 1e3]
+            axes.plot(times, [lowest_of_cpu - 0.4, lowest_of_cpu - 0.6], color="black", linewidth=1.2, clip_on=True)
+
+
+Bars = list[tuple[str, str, Intervals]]
+
+
+def _cpu_lanes(trace: Trace) -> list[tuple[str, Bars]]:
+    ranges: Bars = [(name, colour, steps.ranges_named(trace, name)) for name, colour in _RANGES.items()]
+    lanes = [("CPU: ranges", ranges)] if any(len(intervals[0]) for _, _, intervals in ranges) else []
+    blocks = np.array([name.startswith(steps.BLOCK) for name in trace.ranges.names], bool)
+    if blocks.any():
+        chosen = np.flatnonzero(blocks)
+        halves: Bars = [
+            ("block", shade, (trace.ranges.start[chosen[i::2]], trace.ranges.end[chosen[i::2]]))
+            for i, shade in enumerate(("#cdb4db", "#a2d2ff"))
+        ]
+        lanes.append(("CPU: blocks", halves))
+    calls = [
+        (label, colour, steps.calls_named(trace.calls, pattern))
+        for label, colour, pattern in (
+            ("launch", _LAUNCHES, steps.LAUNCH),
+            ("waits for the GPU", _WAITS, steps.BLOCKING),
+        )
+    ]
+    if len(trace.calls):
+        bars = [(label, colour, (trace.calls.start[mask], trace.calls.end[mask])) for label, colour, mask in calls]
+        return [*lanes, ("CPU: calls", bars)]
+    return [*lanes, ("CPU: operations", [("operation", _OPS, (trace.ops.start, trace.ops.end))])]
+
+
+def _gpu_lanes(trace: Trace) -> list[tuple[str, Bars]]:
+    """The streams that do most."""
+    kind = np.array([kinds.kind_of(name) for name in trace.gpu.names], dtype=object)
+    streams = {int(lane): float(trace.gpu.duration[trace.gpu.lane == lane].sum()) for lane in np.unique(trace.gpu.lane)}
+    lanes = []
+    for lane in sorted(sorted(streams, key=lambda lane: -streams[lane])[:_STREAMS]):
+        bars: Bars = []
+        for name in kinds.KINDS:
+            mask = (trace.gpu.lane == lane) & (kind == name)
+            bars.append((name, _COLOURS[name], (trace.gpu.start[mask], trace.gpu.end[mask])))
+        lanes.append((f"GPU: stream {lane}", bars))
+    return lanes
+
+
+def _bars(axes: Any, intervals: Intervals, low: float, high: float, row: int, colour: str) -> bool:
+    """Draws what lies between two times; False if nothing does."""
+    start, end = intervals
+    seen = (end > low) & (start < high)
+    if not seen.any():
+        return False
+    start, end = np.maximum(start[seen], low), np.minimum(end[seen], high)
+    # An edge of a third of a point, so that a kernel of a microsecond can be seen.
+    spans = list(zip((start - low) / 1e3, (end - start) / 1e3, strict=True))
+    axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, edgecolors=colour, linewidth=0.3)
+    return True

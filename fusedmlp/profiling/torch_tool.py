@@ -1,0 +1,53 @@
+"""profile=torch: torch.profiler over the window, as a gzipped Chrome trace."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from fusedmlp.profiling.ranges import Marker
+from fusedmlp.profiling.trace import FILE
+
+
+class TorchTool:
+    """Records CPU and GPU.
+
+    Args:
+        folder: receives trace.json.gz.
+        warmup, active: steps that the profiler runs without keeping anything, and that it keeps.
+    """
+
+    def __init__(self, folder: Path, warmup: int, active: int, device: torch.device):
+        self.marker: Marker | None = record_function
+        self.file = folder / FILE
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._schedule = schedule(wait=0, warmup=warmup, active=active, repeat=1)
+        self._profile: profile | None = None
+
+    def warm_up(self) -> None:
+        # Made here and dropped in `stop`, so that outside the window nothing of it is left.
+        self._profile = profile(activities=self._activities, schedule=self._schedule, on_trace_ready=self._write)
+        self._profile.start()
+
+    def record(self) -> None:
+        """The schedule counts the steps itself."""
+
+    def step(self) -> None:
+        assert self._profile is not None
+        self._profile.step()
+
+    def stop(self) -> None:
+        """Ends the profile; a window that was cut short is written as far as it came."""
+        ended, self._profile = self._profile, None
+        if ended is not None:
+            ended.stop()
+
+    def _write(self, recorded: Any) -> None:
+        partial = self.file.with_name(f"partial-{self.file.name}")
+        try:
+            recorded.export_chrome_trace(str(partial))
+            os.replace(partial, self.file)
+        finally:
+            partial.unlink(missing_ok=True)
