@@ -8,7 +8,7 @@ Parts: overhead (ours against the loop of bare_loop.py, eager and captured), log
 (every impl captured, beside its limits), losses (captured against not, same seed). All on experiment=lecture: 64 x
 Linear+GELU, batch 1024, bf16. Candidates take turns, all of them in every repeat, in one process; what they leave on
 the GPU, in TorchDynamo and in the garbage is cleared between runs. A correctness gate comes first: both loops, captured
-and not, must have the same losses. Writes loop.json, loop.md and losses.png; exit code 1 if the gate fails.
+and not, must have the same losses. Writes loop.json, loop.md and losses.png; exit code 1 if the gate or a part fails.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import gc
 import shutil
 import statistics
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,13 +248,19 @@ def main() -> int:
         print(timing.markdown_table(bench.tables[next(iter(bench.tables))]))
         print("the loops do not train alike; nothing was measured", file=sys.stderr)
         return 1
+    failed = []
     for part in options.parts:
-        globals()[part](bench)
+        try:
+            globals()[part](bench)
+        except Exception:
+            # What the other parts measure is not lost for it.
+            failed.append(part)
+            traceback.print_exc()
         bench.write()
     shutil.rmtree(bench.out / "runs", ignore_errors=True)
     for title, rows in bench.tables.items():
         print(f"\n{title}\n\n{timing.markdown_table(rows)}")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
