@@ -44,7 +44,7 @@ class GemmConfig:
         operands = self.num_stages * (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K
         result = self.BLOCK_M * self.BLOCK_N
         if self.kernel == "hopper":
-            return itemsize * (operands + 2 * result) + (2560 if backward else 512)
+            return itemsize * (operands + 2 * result) + (4608 if backward else 512)
         # Each matrix of the result's shape takes a tile; fp32 ones one more to change the layout of the products.
         tiles = 1 + backward + (backward and itemsize == 4) if use_tma else 0
         return itemsize * (operands + tiles * result) + 2048
@@ -88,7 +88,7 @@ _FORWARD = {
     "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
 }
 _BACKWARD = {
-    "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 5, 4)],
+    "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 4, 4)],
     "16 bit, sm_90": [],
     "16 bit": [GemmConfig("plain", 64, 128, 64, 8, 4, 8), GemmConfig("plain", 64, 64, 64, 8, 4, 4)],
     "tf32": [GemmConfig("plain", 64, 128, 32, 8, 3, 8), GemmConfig("plain", 64, 64, 32, 8, 4, 4)],

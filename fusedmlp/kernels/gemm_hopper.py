@@ -278,7 +278,7 @@ def _store_rows(smem, upper, lower):
 
 @gluon.jit
 def _column_sums(smem, sums_ptr, first_m, first_n, M, N):
-    """Write the sums of the columns of `smem`, half a tile: a whole one takes shared memory that the ring has.
+    """Write the sums of the columns of a tile in `smem`.
 
     It is read again, in a layout where a thread holds many rows of few columns: summing the products' own layout takes
     three times the instructions, for shuffles between threads.
@@ -344,9 +344,7 @@ def _bwd_consumer(
             _dgelu(right, right_smem, APPROXIMATE, False)
         _send(dpreact_desc, pid_m, pid_n, smem)
         if SUM_ROWS:
-            sums_ptr = partial_ptr + pid_m.to(gl.int64) * N
-            _column_sums(left_smem, sums_ptr, m, n, M, N)
-            _column_sums(right_smem, sums_ptr, m, n + HALF_N, M, N)
+            _column_sums(smem, partial_ptr + pid_m.to(gl.int64) * N, m, n, M, N)
         step += 2 * num_k
         i += 1
     tma.store_wait(0)
