@@ -2,9 +2,11 @@
 
 __version__ = "0.1.0"
 
-from fusedmlp import functional
+from fusedmlp import auto, functional
 from fusedmlp.impls import names as impl_names
 from fusedmlp.impls import unavailable
 from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax
 
-__all__ = ["FusedLinearGeLU", "FusedMLP", "TritonSoftmax", "functional", "impl_names", "unavailable"]
+__all__ = [
+    "FusedLinearGeLU", "FusedMLP", "TritonSoftmax", "auto", "functional", "impl_names", "unavailable",
+]  # fmt: skip

@@ -9,7 +9,8 @@ An implementation is one file in this folder. Its name is the file's name; nothi
                                                 weight2: (N2, N), bias2: (N2,) or None -> (..., N2)
     unavailable() -> str | None                 why it cannot run here, in words a user can act on
 
-and, where they differ from the defaults, `DTYPES` (what it computes in), `DEVICES` (device types; default: any) and
+and, where they differ from the defaults, `DTYPES` (what it computes in), `DEVICES` (device types; default: any),
+`built()` (whether it runs without a long build first; impl=auto leaves it out until it does; default: True) and
 `resolved()` (the name of the implementation that runs in its place). The functions may rely on `fusedmlp.functional`
 having checked their arguments: one dtype, one device, matching shapes, `approximate` "none" or "tanh".
 """

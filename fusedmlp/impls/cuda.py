@@ -36,6 +36,11 @@ def unavailable() -> str | None:
     return None
 
 
+def built() -> bool:
+    """Whether the kernels are built; impl=auto does not wait for nvcc."""
+    return build.find(build.visible_archs()) is not None
+
+
 def _load_kernels() -> None:
     global _ready
     build.load()
