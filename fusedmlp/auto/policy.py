@@ -230,9 +230,6 @@ def while_traced(op: str, option: str | int, dtype: torch.dtype, device_type: st
     return name or BASELINE
 
 
-while_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its result is a constant of the graph
-
-
 def _say_once(message: str) -> None:
     if message not in _told:
         _told.add(message)

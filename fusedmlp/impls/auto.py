@@ -99,9 +99,20 @@ def _first(op: str, option: str | int, tensors: tuple[Any, ...], grad: bool, key
 
 
 def _traced(op: str, option: str | int, *tensors: Any) -> Tensor:
-    from fusedmlp.auto import policy
-
     x = tensors[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    name = policy.while_traced(op, option, x.dtype, x.device.type, needs_grad)
-    return getattr(impls.load(name), op)(*tensors, option)
+    name = _known(op, option, x.dtype, x.device.type, needs_grad)
+    # `_known` has imported it; `impls.load` keeps books that TorchDynamo does not see changing.
+    return getattr(getattr(impls, name), op)(*tensors, option)
+
+
+def _known(op: str, option: str | int, dtype: torch.dtype, device_type: str, gradients: bool) -> str:
+    from fusedmlp.auto import policy
+
+    name = policy.while_traced(op, option, dtype, device_type, gradients)
+    impls.load(name)
+    return name
+
+
+# TorchDynamo runs it and takes the result for a constant; see `impls._load`.
+_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
