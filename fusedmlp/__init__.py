@@ -6,7 +6,9 @@ from fusedmlp import auto, functional
 from fusedmlp.impls import names as impl_names
 from fusedmlp.impls import unavailable
 from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax
+from fusedmlp.replace import replace_modules
 
 __all__ = [
-    "FusedLinearGeLU", "FusedMLP", "TritonSoftmax", "auto", "functional", "impl_names", "unavailable",
+    "FusedLinearGeLU", "FusedMLP", "TritonSoftmax", "auto", "functional", "impl_names", "replace_modules",
+    "unavailable",
 ]  # fmt: skip

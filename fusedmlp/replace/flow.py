@@ -1,0 +1,226 @@
+"""What the source of a module's class says about the way of a value through its children.
+
+Two things are looked for. A method that does nothing but hand one value through children (a chain):
+
+    def forward(self, x): return self.fc2(self.drop(self.act(self.fc1(x))))
+
+and, in methods of any kind, a child that is called once, whose result goes to another child and nowhere else (a pair):
+
+    hidden = self.act(self.fc1(hidden))
+
+Whatever cannot be read from the source with certainty is not reported.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections import Counter
+from dataclasses import dataclass, field
+from types import FunctionType
+
+from torch import nn
+
+# Attributes of a linear layer that may be read beside calling it.
+_HARMLESS = {"weight", "bias", "in_features", "out_features", "nx", "nf"}
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+
+
+@dataclass
+class Flow:
+    """What the methods of a class do with its children, by attribute name.
+
+    Attributes:
+        chains: method -> children in the order in which a value goes through them.
+        pairs: (first, second): the result of `first` goes into `second` only.
+        functions: (first, callee): the result of `first` goes into a function whose name ends in gelu.
+        calls: name -> how often self.<name>(...) is written.
+        mentions: name -> how often self.<name> is read, other than for an attribute such as weight.
+        outside: names that are called as <something of self>.<name>(...), on children of children.
+        indexed: names of which parts are taken, self.<name>[...].
+        unreadable: why there is nothing to read; None if there is.
+    """
+
+    chains: dict[str, list[str]] = field(default_factory=dict)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    functions: list[tuple[str, str]] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    mentions: Counter[str] = field(default_factory=Counter)
+    outside: set[str] = field(default_factory=set)
+    indexed: set[str] = field(default_factory=set)
+    unreadable: str | None = None
+
+    def only_called_once(self, name: str) -> bool:
+        return self.calls[name] == self.mentions[name] == 1
+
+
+def of(module: nn.Module) -> Flow:
+    """The flow of a module's class; a sequential's comes from its children."""
+    if type(module).forward is nn.Sequential.forward:
+        names = list(module._modules)
+        return Flow(chains={"forward": names}, pairs=list(zip(names[:-1], names[1:], strict=True)))
+    return of_class(type(module))
+
+
+@functools.cache
+def of_class(cls: type) -> Flow:
+    flow = Flow()
+    for name, function in _methods(cls):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        except (OSError, TypeError, SyntaxError, IndexError):
+            flow.unreadable = f"the source of {cls.__name__}.{name} cannot be read"
+            continue
+        if isinstance(tree, ast.FunctionDef) and tree.args.args:
+            _read(flow, name, tree, is_resolved=inspect.unwrap(getattr(cls, name)) is function)
+    return flow
+
+
+def _methods(cls: type) -> list[tuple[str, FunctionType]]:
+    """All functions that classes below nn.Module define, overridden ones too; construction aside."""
+    return [
+        (name, inspect.unwrap(value))
+        for base in cls.__mro__
+        if base not in nn.Module.__mro__ and not base.__module__.startswith("fusedmlp.replace")
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and not (name.startswith("__") and name != "__call__")
+    ]
+
+
+def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> None:
+    me = tree.args.args[0].arg
+    _count(flow, tree, me)
+    chain = _chain(tree, me)
+    if chain is not None and is_resolved:
+        flow.chains[name] = chain
+    for inner in ast.walk(tree):
+        if isinstance(inner, ast.Call) and len(inner.args) == 1 and not inner.keywords:
+            _add(flow, _child(_called(inner.args[0]), me), inner.func, me)
+    for statements in _blocks(tree):
+        for index, statement in enumerate(statements):
+            _follow(flow, tree, me, statement, statements[index + 1 :])
+
+
+def _add(flow: Flow, first: str | None, callee: ast.expr, me: str) -> None:
+    """Records that the result of child `first` goes into `callee`."""
+    if first is None:
+        return
+    second = _child(callee, me)
+    text = ast.unparse(callee)
+    if second is not None:
+        flow.pairs.append((first, second))
+    elif text.lower().endswith("gelu"):
+        flow.functions.append((first, text))
+
+
+def _follow(flow: Flow, tree: ast.FunctionDef, me: str, statement: ast.stmt, rest: list[ast.stmt]) -> None:
+    """A pair over a variable: v = self.first(...), and the next statement that has v calls self.second(v)."""
+    variable = _target(statement)
+    value = getattr(statement, "value", None)
+    first = _child(_called(value), me)
+    if variable is None or first is None or not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return
+    following = next((later for later in rest if _reads(later, variable) or _target(later) == variable), None)
+    if following is None or not isinstance(following, _SIMPLE) or _reads(following, variable) != 1:
+        return
+    # Afterwards the variable has to be gone, or to stand for what was made of it.
+    if _target(following) != variable and _reads(tree, variable) != 1:
+        return
+    if isinstance(following, ast.AugAssign):
+        return
+    for inner in ast.walk(following):
+        if isinstance(inner, ast.Call) and len(inner.args) == 1 and not inner.keywords:
+            argument = inner.args[0]
+            if isinstance(argument, ast.Name) and argument.id == variable:
+                _add(flow, first, inner.func, me)
+
+
+def _chain(tree: ast.FunctionDef, me: str) -> list[str] | None:
+    """The children that the method hands its one argument through, if it does nothing else."""
+    parameters = tree.args
+    if len(parameters.args) != 2 or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
+        return None
+    current, names = parameters.args[1].arg, []
+    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    for statement in body:
+        passed = _passed_through(getattr(statement, "value", None), me, current)
+        if passed is None:
+            return None
+        names += passed
+        if isinstance(statement, ast.Return):
+            return names if statement is body[-1] and names else None
+        target = _target(statement)
+        if target is None or not isinstance(statement, ast.Assign | ast.AnnAssign):
+            return None
+        current = target
+    return None
+
+
+def _passed_through(value: ast.expr | None, me: str, variable: str) -> list[str] | None:
+    """Children in self.c(self.b(self.a(variable))), innermost first."""
+    names: list[str] = []
+    while isinstance(value, ast.Call):
+        name = _child(value.func, me)
+        if name is None or len(value.args) != 1 or value.keywords:
+            return None
+        names.insert(0, name)
+        value = value.args[0]
+    return names if isinstance(value, ast.Name) and value.id == variable else None
+
+
+def _count(flow: Flow, tree: ast.FunctionDef, me: str) -> None:
+    harmless = Counter[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = _child(node.func, me)
+            if name is not None:
+                flow.calls[name] += 1
+            elif isinstance(node.func, ast.Attribute) and _starts_at(node.func, me):
+                flow.outside.add(node.func.attr)
+        elif isinstance(node, ast.Subscript) and (name := _child(node.value, me)) is not None:
+            flow.indexed.add(name)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if (name := _child(node, me)) is not None:
+                flow.mentions[name] += 1
+            elif node.attr in _HARMLESS and (name := _child(node.value, me)) is not None:
+                harmless[name] += 1
+    flow.mentions.subtract(harmless)
+
+
+def _child(node: ast.AST | None, me: str) -> str | None:
+    """`name` for the expression self.name."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == me:
+        return node.attr
+    return None
+
+
+def _called(node: ast.AST | None) -> ast.expr | None:
+    return node.func if isinstance(node, ast.Call) else None
+
+
+def _starts_at(node: ast.AST, me: str) -> bool:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == me
+
+
+def _target(statement: ast.stmt) -> str | None:
+    """The one variable that a statement assigns to."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
+
+
+def _reads(node: ast.AST, variable: str) -> int:
+    return sum(
+        isinstance(n, ast.Name) and n.id == variable and isinstance(n.ctx, ast.Load) for n in ast.walk(node)
+    )
+
+
+def _blocks(tree: ast.AST) -> list[list[ast.stmt]]:
+    """All lists of statements in a function, nested ones too."""
+    return [
+        block
+        for node in ast.walk(tree)
+        for name in ("body", "orelse", "finalbody")
+        if isinstance(block := getattr(node, name, None), list) and block and isinstance(block[0], ast.stmt)
+    ]

@@ -1,0 +1,136 @@
+"""What a layer is, by what it computes and owns, whatever its class is called."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Methods that a class of linear layers may define beside `forward` without being more than a linear layer.
+_HARMLESS_METHODS = {"forward", "reset_parameters", "extra_repr"}
+# Those of the state dict stay with the module, which is kept.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer; `transposed` where its weight is (in, out)."""
+
+    transposed: bool
+
+
+def linear(module: Any) -> LinearLayer | str:
+    """What kind of linear layer a module is, or why it is none, or none that can be taken over."""
+    kind = type(module).__name__
+    if not isinstance(module, nn.Module) or not isinstance(getattr(module, "weight", None), Tensor):
+        return f"{kind} is not a linear layer"
+    if hasattr(module, "parametrizations"):
+        return f"{kind} is parametrized"
+    if module._modules:
+        return f"{kind} has modules of its own ({', '.join(list(module._modules)[:3])})"
+    if (reason := hooked(module)) is not None:
+        return reason
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if set(module._parameters) - {"weight", "bias"} or module._buffers or module._parameters.get("weight") is not weight:
+        return f"{kind} has more, or others, than the parameters weight and bias"
+    if any(type(p) is not nn.Parameter for p in (weight, bias) if p is not None):
+        return f"the parameters of {kind} are of type {type(weight).__name__}"
+    if weight.ndim != 2:
+        return f"{kind} is not a linear layer"
+    if not weight.is_floating_point():
+        return f"the weight of {kind} is {weight.dtype}"
+    if type(module) is nn.Linear:
+        return LinearLayer(False)
+    if _own_methods(type(module)) - _HARMLESS_METHODS:
+        return f"{kind} is more than a linear layer"
+    transposed = _layout(module, weight, bias)
+    return f"{kind} does not compute x @ weight + bias" if transposed is None else LinearLayer(transposed)
+
+
+def _own_methods(cls: type) -> set[str]:
+    bases = [base for base in cls.__mro__ if base is not nn.Linear and base not in nn.Module.__mro__]
+    return {
+        name
+        for base in bases
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType | property) and not (name.startswith("__") and name.endswith("__"))
+    }
+
+
+def _layout(module: nn.Module, weight: Tensor, bias: Tensor | None) -> bool | None:
+    """Whether the weight is (in, out) rather than (out, in), found by computing with small stand-ins; None if neither."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    for transposed, out in ((True, weight.shape[1]), (False, weight.shape[0])):
+        stand_in, vector, x = normal(*((3, out) if transposed else (out, 3))), normal(out), normal(2, 3)
+        parameters = {"weight": stand_in} | ({} if bias is None else {"bias": vector})
+        expected = F.linear(x, stand_in.t() if transposed else stand_in, None if bias is None else vector)
+        try:
+            with torch.no_grad():
+                got = torch.func.functional_call(module, parameters, (x,))
+            if got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-12, atol=1e-12):
+                return transposed
+        except Exception:  # of another layer; whatever it raises, it is not this one
+            continue
+    return None
+
+
+def gelu(act: Any) -> str | None:
+    """The `approximate` of a GELU, a module or a function, found by its values; None for anything else."""
+    if type(act) is nn.GELU and not act._forward_hooks and not act._forward_pre_hooks:
+        return act.approximate
+    if not callable(act) or (isinstance(act, nn.Module) and not plain(act)):
+        return None
+    points = torch.cat([torch.linspace(-8, 8, 201), torch.tensor([-1e4, -50.0, 50.0, 1e4])]).double().view(5, -1)
+    got = _computed(act, points)
+    if got is None:
+        return None
+    for approximate in ("none", "tanh"):
+        # Constants written out to some digits differ by far less than the two forms do (5e-4).
+        if torch.allclose(got, F.gelu(points, approximate=approximate), rtol=1e-7, atol=1e-7):
+            return approximate
+    return None
+
+
+def is_activation(act: Any) -> bool:
+    """Whether this is some other function of each element: a module without parameters, neither identity nor dropout."""
+    if not isinstance(act, nn.Module) or not plain(act) or isinstance(act, nn.modules.dropout._DropoutNd):
+        return False
+    points = torch.linspace(-3, 3, 12, dtype=torch.float64, device="cpu").view(3, 4)
+    got = _computed(act, points)
+    return got is not None and got.shape == points.shape and not torch.equal(got, points)
+
+
+def plain(module: nn.Module) -> bool:
+    """Without parameters, buffers, children and hooks."""
+    return not (module._parameters or module._buffers or module._modules or hooked(module))
+
+
+def _computed(act: Callable[[Tensor], Any], points: Tensor) -> Tensor | None:
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+            got = act(points.clone())
+    except Exception:  # it does not take such a tensor, so it is no GELU
+        return None
+    return got if isinstance(got, Tensor) and got.shape == points.shape and got.dtype == points.dtype else None
+
+
+def hooked(module: nn.Module) -> str | None:
+    """What is attached to a module and would be lost, or would see other values, if it were not called itself."""
+    kind = type(module).__name__
+    if "forward" in vars(module):
+        return f"the forward of this {kind} is replaced on the instance"
+    found = [name for name in _HOOKS if getattr(module, name, None)]
+    return f"{kind} has hooks ({found[0].strip('_')})" if found else None
+
+
+def passes_on(module: Any) -> bool:
+    """Whether a module is a dropout or an identity: it may be left out while it does nothing."""
+    return type(module) in (nn.Dropout, nn.Identity) and hooked(module) is None
+

@@ -1,0 +1,120 @@
+"""Whether a model gives the same outputs and gradients as before, as far as its dtypes allow.
+
+The measure is the oracle's: the model in float64, before anything is replaced. Errors of the new model may be twice those
+of the old one plus a rounding band, for every output and every gradient.
+"""
+
+import copy
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Results = dict[str, Tensor]  # outputs and gradients by name
+
+
+@dataclass
+class Snapshot:
+    """Outputs and gradients of the model as it was, in its own dtypes and in float64."""
+
+    own: Results
+    exact: Results
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Any) -> "Snapshot":
+        """Raises: whatever the model raises for the batch."""
+        exact = _results(copy.deepcopy(model).double(), _cast(batch))
+        return cls(_results(model, batch), exact)
+
+    def difference(self, model: nn.Module, batch: Any) -> str | None:
+        """What the model gives otherwise now, in words; None if it agrees."""
+        try:
+            got = _results(model, batch)
+        except Exception as error:  # whatever it is, the model did not raise it before
+            return f"the model raises {type(error).__name__} now: {str(error).strip().partition(chr(10))[0]}"
+        if got.keys() != self.own.keys():
+            return f"other outputs or gradients: {', '.join(sorted(got.keys() ^ self.own.keys())[:3])}"
+        for name, mine in got.items():
+            own, exact = self.own[name], self.exact[name]
+            if mine.shape != own.shape or mine.dtype != own.dtype:
+                return f"{name} is {mine.dtype} {tuple(mine.shape)}, was {own.dtype} {tuple(own.shape)}"
+            error, bound = _size(mine.double() - exact), _bound(own, exact)
+            if not error <= bound:
+                return f"{name} is off by {error:.2e}, accepted: {bound:.2e}"
+        return None
+
+
+def _bound(own: Tensor, exact: Tensor) -> float:
+    eps = torch.finfo(own.dtype).eps
+    # The last term: what sums of many terms leave where they cancel, as in gradients that are zero.
+    return 2 * _size(own.double() - exact) + 2 * eps * _size(exact) + torch.finfo(torch.float32).eps
+
+
+def _size(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0
+
+
+def _results(model: nn.Module, batch: Any) -> Results:
+    """Outputs and, where there are any, gradients of the parameters, from random incoming gradients.
+
+    The model's own gradients, buffers and random numbers are left as they were.
+    """
+    with _unchanged(model), torch.random.fork_rng(devices=_gpus(model)), torch.enable_grad():
+        torch.manual_seed(0)  # the same dropouts every time
+        outputs = dict(_tensors("output", _call(model, batch)))
+        generator = torch.Generator().manual_seed(0)
+        differentiable = [t for t in outputs.values() if t.requires_grad]
+        incoming = [torch.randn(t.shape, generator=generator).to(t) for t in differentiable]
+        trained = {f"gradient of {n}": p for n, p in model.named_parameters() if p.requires_grad}
+        gradients: tuple[Tensor | None, ...] = (None,) * len(trained)
+        if differentiable and trained:
+            gradients = torch.autograd.grad(differentiable, list(trained.values()), incoming, allow_unused=True)
+        named = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
+        return {name: t.detach().clone() for name, t in (outputs | named).items()}
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """Floating-point tensors in what a model returns."""
+    if isinstance(value, Tensor):
+        return [(name, value)] if value.is_floating_point() else []
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple | list):
+        items = enumerate(value)
+    elif is_dataclass(value):
+        items = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return [pair for key, item in items for pair in _tensors(f"{name}.{key}", item)]
+
+
+def _cast(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {key: _cast(value) for key, value in batch.items()}
+    return tuple(map(_cast, batch)) if isinstance(batch, tuple | list) else batch
+
+
+def _gpus(model: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Any:
+    """Puts buffers back, which batch norms and the like update."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)

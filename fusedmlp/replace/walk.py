@@ -1,0 +1,294 @@
+"""Finds, by structure, what can be replaced in a model, and replaces it in place."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedmlp import impls
+from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax
+from fusedmlp.replace import adopted, flow, layers
+from fusedmlp.replace.adopted import Span
+from fusedmlp.replace.flow import Flow
+from fusedmlp.replace.layers import LinearLayer
+from fusedmlp.replace.report import Left, Replaced, Replacement
+from fusedmlp.replace.verify import Snapshot
+
+OURS = (FusedMLP, FusedLinearGeLU, TritonSoftmax)
+
+
+def replace_modules(model: nn.Module, impl: str = "auto", verify: bool = False, batch: Any = None) -> Replacement:
+    """Replaces Linear + GELU, their MLPs and `nn.Softmax` in a model, in place, by what runs with `impl`.
+
+    What is replaced is found by structure: the order in which a value goes through children, read from the source of
+    `forward`; linear layers by what they compute, `nn.Linear` or with a transposed weight; GELUs by their values.
+
+    - A module (or a method of one) that does nothing but lead a value through linear layer, GELU, dropouts or identities
+      and linear layer, with anything before and after, becomes a `FusedMLP`: `nn.Sequential`, timm's `Mlp`, the MLPs of
+      Hugging Face's GPT-2 and ViT, torchvision's `MLPBlock`, `nn.TransformerEncoderLayer` (whose fast path, in eval and
+      without gradients, stays what it is). A dropout that drops splits it in two ops.
+    - Elsewhere a linear layer whose result goes into a GELU and nowhere else becomes a `FusedLinearGeLU`, and the GELU an
+      identity.
+    - `nn.Softmax` becomes the softmax op.
+
+    Modules change their class but stay the objects that they were: parameters are not copied, optimizers built before
+    stay right, the keys of the state dict do not change; tied and frozen weights, dtypes, devices and meta tensors
+    survive, and so do hooks. Other activations, linear layers that are more than that (adapters, quantised,
+    parametrized, with hooks of their own), and whatever cannot be told from the source, are left alone, and the report
+    says why.
+
+    Args:
+        model: any module; models compiled with `torch.compile` or wrapped for several GPUs: replace first, wrap then.
+        impl: one of `fusedmlp.impl_names()`.
+        verify: compute outputs and gradients on `batch` before and after, and undo everything if they disagree.
+        batch: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments.
+    Returns: a report: what was replaced by what, what was left and why. Its `restore()` undoes everything.
+    Raises: TypeError for what is not a module; ValueError for an unknown impl, or `verify` without a batch; RuntimeError,
+        with the reason, if impl cannot run here.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    impls.load(impl)
+    if verify and batch is None:
+        raise ValueError("verify=True compares on a batch: give batch=, a tensor, tuple of arguments or dictionary")
+    before = Snapshot.of(model, batch) if verify else None
+    report = Replacement(impl)
+    _Walk(model, report).run()
+    if before is not None:
+        report.difference = before.difference(model, batch)
+        report.verified = report.difference is None
+        if report.difference is not None:
+            report.restore()
+            report.left += [Left(one.name, one.what, report.difference) for one in report.replaced]
+            report.replaced.clear()
+    return report
+
+
+class _Walk:
+    """One pass over a model."""
+
+    def __init__(self, model: nn.Module, report: Replacement):
+        self.model, self.report, self.impl = model, report, report.impl
+        self.dtypes = impls.dtypes(report.impl)
+        self.modules = dict(model.named_modules())
+        self.uses = Counter(id(child) for module in self.modules.values() for child in module._modules.values())
+        self.flows = {name: self._flow(module) for name, module in self.modules.items()}
+        self.outside = {name: set[str]() for name in self.modules}
+        self.handled: set[int] = set()  # activations that the report speaks of
+
+    @staticmethod
+    def _flow(module: nn.Module) -> Flow:
+        known = isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        if isinstance(module, (*OURS, torch.jit.ScriptModule)) or "forward" in vars(module):
+            return Flow()
+        if type(module).__module__.startswith("torch.") and not known:
+            return Flow()
+        return flow.of(module)
+
+    def run(self) -> None:
+        for name, module in self.modules.items():
+            if type(module) is nn.Softmax:
+                self._softmax(name, module)
+            for method, chain in list(self.flows[name].chains.items()):
+                self._mlp(name, module, method, chain)
+        for name, module in self.modules.items():
+            if not isinstance(module, OURS):
+                self._pairs(name, module)
+        self._what_else()
+
+    def _softmax(self, name: str, module: nn.Softmax) -> None:
+        if module.dim is None:
+            self._leave(name, "Softmax", "it has no dim, which PyTorch then guesses from the shape")
+        elif (reason := layers.hooked(module)) is not None and "replaced" in reason:
+            self._leave(name, "Softmax", reason)
+        else:
+            before = adopted.softmax(module, self.impl)
+            self._undo_class(name, module, before, ["impl"])
+            self._done(name, "Softmax", "softmax")
+
+    def _mlp(self, name: str, module: nn.Module, method: str, chain: list[str]) -> None:
+        """Replaces an MLP that a chain of children makes up, if it is the only one in it."""
+        children = [getattr(module, child, None) for child in chain]
+        spans = [i for i in range(len(chain) - 1) if self._is_fusable(children[i], children[i + 1])]
+        if len(spans) != 1 or not all(map(callable, children)):
+            return
+        first = spans[0]
+        second = first + 2
+        while second < len(chain) and layers.passes_on(children[second]):
+            second += 1
+        if second == len(chain):
+            return
+        layer1, layer2 = layers.linear(children[first]), layers.linear(children[second])
+        if not isinstance(layer1, LinearLayer) or not isinstance(layer2, LinearLayer):
+            return
+        weights = children[first].weight, children[second].weight  # type: ignore[union-attr]
+        if weights[0].dtype != weights[1].dtype or weights[0].device != weights[1].device:
+            return
+        if not self._can_change_class(module):
+            return
+        approximate = layers.gelu(children[first + 1])
+        assert approximate is not None
+        span = Span(
+            chain[:first], chain[first], chain[first + 2 : second], chain[second], chain[second + 1 :],
+            (layer1.transposed, layer2.transposed), approximate, self.impl,
+        )  # fmt: skip
+        what = type(module).__name__
+        before = adopted.mlp(module, method, span)
+        self._undo_class(name, module, before, ["_fused", "_replaced"])
+        self.handled.add(id(children[first + 1]))
+        where = "" if method == "forward" else f".{method}"
+        names = f"{chain[first]}, {chain[first + 1]}, {chain[second]}"
+        self._done(name, f"{what}{where} ({names})", "FusedMLP")
+        self.flows[name] = Flow()
+
+    def _is_fusable(self, layer: Any, act: Any) -> bool:
+        return (
+            isinstance(layers.linear(layer), LinearLayer)
+            and layer.weight.dtype in self.dtypes
+            and layers.gelu(act) is not None
+        )
+
+    @staticmethod
+    def _can_change_class(module: nn.Module) -> bool:
+        return not hasattr(type(module), "__slots__") and not hasattr(module, "parametrizations")
+
+    def _pairs(self, name: str, module: nn.Module) -> None:
+        """Replaces linear layers whose results go into a GELU and nowhere else."""
+        found = self.flows[name]
+        by_act: dict[str, list[str]] = {}
+        for first, second in found.pairs:
+            by_act.setdefault(second, []).append(first)
+        for act_name, firsts in by_act.items():
+            act = getattr(module, act_name, None)
+            approximate = None if isinstance(act, nn.Linear) else layers.gelu(act)
+            path = f"{name}.{firsts[0]}" if name else firsts[0]
+            what = f"{_kind(getattr(module, firsts[0], None))} and {_kind(act)}"
+            if approximate is None:
+                if self._looks_linear(module, firsts) and (layers.is_activation(act) or _named_gelu(act)):
+                    self._leave(path, what, self._why_not_gelu(act))
+                    self.handled.add(id(act))
+                continue
+            self.handled.add(id(act))
+            reason = self._why_no_pair(name, module, found, act_name, firsts)
+            if reason is not None:
+                self._leave(path, what, reason)
+                continue
+            for first in firsts:
+                self._linear_gelu(name, module, first, approximate)
+            self._silence(name, module, act_name)
+        for first, function in found.functions:
+            path = f"{name}.{first}" if name else first
+            if isinstance(layers.linear(getattr(module, first, None)), LinearLayer):
+                why = f"the GELU is a call of {function} in {type(module).__name__}, not a module that can be replaced"
+                self._leave(path, f"{_kind(getattr(module, first))} and {function}", why)
+
+    @staticmethod
+    def _looks_linear(module: nn.Module, names: list[str]) -> bool:
+        weights = [getattr(getattr(module, name, None), "weight", None) for name in names]
+        return any(isinstance(weight, torch.Tensor) and weight.ndim > 1 for weight in weights)
+
+    @staticmethod
+    def _why_not_gelu(act: Any) -> str:
+        if isinstance(act, nn.Module) and (reason := layers.hooked(act)) is not None:
+            return reason
+        return f"{_kind(act)} is not GELU"
+
+    def _why_no_pair(self, name: str, module: nn.Module, found: Flow, act: str, firsts: list[str]) -> str | None:
+        sequential = type(module).forward is nn.Sequential.forward
+        if not sequential:
+            if found.calls[act] != len(firsts) or found.mentions[act] != len(firsts):
+                return f"{type(module).__name__} uses {act} for something else too"
+            if len(set(firsts)) != len(firsts) or not all(map(found.only_called_once, firsts)):
+                return f"the result of {firsts[0]} goes elsewhere in {type(module).__name__} too"
+        for first in firsts:
+            layer = getattr(module, first, None)
+            kind = layers.linear(layer)
+            if isinstance(kind, str):
+                return kind
+            assert isinstance(layer, nn.Module)
+            if self.uses[id(layer)] != 1:
+                return f"{first} is used in {self.uses[id(layer)]} places"
+            if layer.weight.dtype not in self.dtypes:  # type: ignore[operator, union-attr]
+                return f"impl={self.impl} does not compute in {layer.weight.dtype}"
+            if (user := self._taken_from_outside(name, first, act)) is not None:
+                return f"{user} calls parts of {type(module).__name__} by itself"
+        return None
+
+    def _taken_from_outside(self, name: str, first: str, act: str) -> str | None:
+        """A class that reaches into the module at `name`: by an index, or by the name of one of the two children."""
+        parent, _, attribute = name.rpartition(".")
+        if name and attribute in self.flows[parent].indexed:
+            return type(self.modules[parent]).__name__
+        for other, found in self.flows.items():
+            if {first, act} & found.outside:
+                return type(self.modules[other]).__name__
+        return None
+
+    def _linear_gelu(self, name: str, module: nn.Module, first: str, approximate: str) -> None:
+        layer = getattr(module, first)
+        kind = layers.linear(layer)
+        assert isinstance(kind, LinearLayer)
+        what = f"{_kind(layer)} and GELU"
+        known = set(vars(layer))
+        before = adopted.linear_gelu(layer, kind.transposed, approximate, self.impl)
+        path = f"{name}.{first}" if name else first
+        self._undo_class(path, layer, before, sorted(set(vars(layer)) - known))
+        self._done(path, what, "FusedLinearGeLU")
+
+    def _silence(self, name: str, module: nn.Module, act_name: str) -> None:
+        """Puts an identity in the place of an activation, which is done before it."""
+        act = getattr(module, act_name)
+        is_module = act_name in module._modules
+        silent = nn.Identity().train(module.training) if is_module else _identity
+        setattr(module, act_name, silent)
+
+        def undo() -> None:
+            if isinstance(act, nn.Module):
+                act.train(module.training)
+            if not is_module:
+                delattr(module, act_name)
+            setattr(module, act_name, act)
+
+        self.report._undo.append(undo)
+
+    def _what_else(self) -> None:
+        """Reports the GELUs of which nothing was said yet."""
+        for name, module in self.modules.items():
+            if id(module) in self.handled or not (type(module) is nn.GELU or _named_gelu(module)):
+                continue
+            if not module._modules and name and not any(True for _ in module.parameters()):
+                parent = self.modules[name.rpartition(".")[0]]
+                unreadable = self.flows[name.rpartition(".")[0]].unreadable
+                why = unreadable or f"{type(parent).__name__} does not apply it to the result of a linear layer alone"
+                self._leave(name, type(module).__name__, why)
+
+    def _undo_class(self, name: str, module: nn.Module, before: type, attributes: list[str]) -> None:
+        now = type(module)
+
+        def undo() -> None:
+            if type(module) is not now:
+                raise RuntimeError(f"{name} has become a {type(module).__name__} since; undo that before restore()")
+            module.__class__ = before
+            for attribute in attributes:
+                vars(module).pop(attribute, None)
+
+        self.report._undo.append(undo)
+
+    def _done(self, name: str, what: str, by: str) -> None:
+        self.report.replaced.append(Replaced(name, what, f"{by}(impl={self.impl!r})"))
+
+    def _leave(self, name: str, what: str, why: str) -> None:
+        self.report.left.append(Left(name, what, why))
+
+
+def _identity(x: Any) -> Any:
+    return x
+
+
+def _kind(thing: Any) -> str:
+    return type(thing).__name__ if isinstance(thing, nn.Module) else getattr(thing, "__name__", type(thing).__name__)
+
+
+def _named_gelu(module: Any) -> bool:
+    return "gelu" in _kind(module).lower()
