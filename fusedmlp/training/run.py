@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from fusedmlp import auto, impls
 from fusedmlp.profiling.session import Session
 from fusedmlp.training import checkpoint, environment
 from fusedmlp.training.csv_sink import CsvSink
@@ -107,6 +108,7 @@ class Run:
         self.wandb = self._start_wandb()
         self.device = choose_device(options.accelerator)
         self.result.write(environment=environment.describe(self.device))
+        auto.forget()
         self.result.write(impl_resolved=resolve_impl(self.config["impl"]))
         seed = self.config["seed"]
         require("seed", seed, type(seed) is int and 0 <= seed < 2**32, "an integer from 0 to 4294967295")
@@ -149,7 +151,12 @@ class Run:
             "model.vocab_size", size, size >= data_vocab_size, f"at least {data_vocab_size}, the tokens of the data"
         )
         count = sum(parameter.numel() for parameter in model.parameters())
-        self.result.write(model=str(section["_target_"]).rpartition(".")[2], num_params=count)
+        name = getattr(model, "title", str(section["_target_"]).rpartition(".")[2])
+        self.result.write(model=name, num_params=count)
+        if (report := getattr(model, "report", None)) is not None:
+            self.result.write(replaced=[str(entry) for entry in report.replaced], left=[str(e) for e in report.left])
+            log.info("%s", report)
+            self.progress.say(f"replaced {len(report.replaced)} modules, left {len(report.left)}: see result.json")
         return model
 
     def _cost(self, model: nn.Module, options: TrainerOptions) -> Cost:
@@ -199,6 +206,8 @@ class Run:
         self.progress.close()
         self.csv.close()
         self.seconds["total"] = time.perf_counter() - self.began
+        if self.config["impl"] == "auto" and (ran := auto.used()):
+            self.result.write(impl_resolved=impls.resolved("auto"), impl_choices=ran)
         self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint, seconds=self.seconds)
         if self.wandb is not None:
             self.wandb.finish(self._summary(), ending.exit_code)

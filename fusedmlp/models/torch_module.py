@@ -1,0 +1,181 @@
+"""Any PyTorch module, a timm model or a Hugging Face model as the network that train.py trains.
+
+`B` batch, `T` window length in tokens (context), `P` positions with logits, `V` classes.
+"""
+
+import copy
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedmlp import impls
+from fusedmlp.errors import UserError
+from fusedmlp.replace import Replacement, replace_modules
+
+INPUTS = ("tokens", "image")
+TARGETS = "my_package.Net, timm:<name> or hf:<model type or folder>"
+
+
+class TorchModule(nn.Module):
+    """A module of somebody else's as a next-token model; its MLPs are replaced by those of `impl`.
+
+    Args:
+        target: what builds the module: `my_package.Net` (imported, also from the current directory), `timm:<name>` (a timm
+            model with random weights), or `hf:<model type or folder>` (a Hugging Face causal language model with random
+            weights, from the defaults of its type, such as gpt2, or from the config.json in a folder). Nothing is
+            downloaded.
+        kwargs: keyword arguments of what `target` names: of the class, of the timm model, or of the config.
+        dim: not used here; in a config, what kwargs can refer to.
+        context: T.
+        vocab_size: V, the number of classes that the logits must have at least.
+        inputs: "tokens" hands over (B, T) int64; "image" reads the T bytes of a window as a picture (B, C, H, W) in
+            [-1, 1], with `image_shape`.
+        image_shape: [C, H, W], whose product is T.
+        replace: whether `fusedmlp.replace_modules` is applied, with `impl`.
+        impl: of the modules put in.
+    Attributes:
+        net: the module.  report: what was replaced, or None.  title: what was built, for the record.
+    Shape: tokens (B, T) int64 -> logits (B, P, V); (B, V) from the module counts as P = 1, the token after the window.
+    Raises: UserError where the target cannot be built; ValueError for a size.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+        dim: int | None = None,
+        context: int = 128,
+        vocab_size: int = 256,
+        inputs: str = "tokens",
+        image_shape: list[int] | None = None,
+        replace: bool = True,
+        impl: str = "auto",
+    ):
+        super().__init__()
+        if target is None:
+            raise UserError(f"model.target is missing; expected {TARGETS}")
+        if inputs not in INPUTS:
+            raise ValueError(f"inputs={inputs!r} is unknown; accepted: {', '.join(INPUTS)}")
+        if inputs == "image":
+            shape = image_shape or []
+            if len(shape) != 3 or shape[0] * shape[1] * shape[2] != context:
+                raise ValueError(f"image_shape={image_shape} must be [channels, height, width] of product {context=}")
+        self.context, self.vocab_size, self.inputs, self.image_shape = context, vocab_size, inputs, image_shape
+        self.title = target
+        self.net = build(target, kwargs or {})
+        self.report: Replacement | None = replace_modules(self.net, impl) if replace else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens
+        if self.inputs == "image":
+            assert self.image_shape is not None
+            pixels = tokens.view(-1, *self.image_shape).to(self._dtype())
+            x = pixels / 127.5 - 1  # (B, C, H, W)
+        logits = _logits(self.net(x))
+        if logits.ndim == 2:
+            logits = logits.unsqueeze(1)
+        if logits.ndim != 3 or logits.shape[0] != len(tokens) or logits.shape[-1] < self.vocab_size:
+            raise UserError(
+                f"model.target={self.title} gave logits of shape {tuple(logits.shape)} for a batch of {len(tokens)}; "
+                f"expected (batch, positions, classes) or (batch, classes), with at least {self.vocab_size} classes"
+            )
+        return logits
+
+    def _dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.net.parameters() if p.is_floating_point()), torch.float32)
+
+    def flops_per_sample(self) -> int | None:
+        """FLOPs of the matrix products and convolutions of one training step on one window, forward and backward.
+
+        From the module itself if it has a `flops_per_sample()`; else PyTorch's FLOP counter counts them on a copy without
+        memory (the meta device), with impl=native, so that the number is the same for every implementation. None where
+        the module does not run there.
+        """
+        own = getattr(self.net, "flops_per_sample", None)
+        return own() if own is not None else _counted(self)
+
+
+def build(target: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The module that `target` names. Raises: UserError if it cannot be built."""
+    source, found, name = target.partition(":")
+    builders: dict[str, Callable[..., Any]] = {"timm": _timm, "hf": _hugging_face}
+    if found and source not in builders:
+        raise UserError(f"model.target={target}: expected {TARGETS}")
+    builder = builders[source] if found else _imported
+    try:
+        net = builder(name if found else target, **kwargs)
+    except UserError:
+        raise
+    except Exception as error:  # of somebody else's constructor
+        raise UserError(f"model.target={target} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(net, nn.Module):
+        raise UserError(f"model.target={target} gives a {type(net).__name__}; expected a torch.nn.Module")
+    return net
+
+
+def _imported(path: str, **kwargs: Any) -> Any:
+    module, _, name = path.rpartition(".")
+    here = os.getcwd()
+    if here not in sys.path:
+        # train.py's own folder is on the path; the user's may be another one.
+        sys.path.append(here)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"model.target={path!r} names nothing that can be imported: {error}") from error
+    return function(**kwargs)
+
+
+def _timm(name: str, **kwargs: Any) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise UserError(f"model.target=timm:{name} needs timm: pip install timm") from error
+    return timm.create_model(name, pretrained=False, **kwargs)
+
+
+def _hugging_face(name: str, **kwargs: Any) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(f"model.target=hf:{name} needs transformers: pip install transformers") from error
+    if Path(name).expanduser().is_dir():
+        config = transformers.AutoConfig.from_pretrained(Path(name).expanduser(), local_files_only=True, **kwargs)
+    else:
+        config = transformers.AutoConfig.for_model(name, **kwargs)
+    # Keys and values of earlier tokens are for generation.
+    config.use_cache = False
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _logits(output: Any) -> Tensor:
+    """The logits in what a module returns: a tensor, an object or dictionary with `logits`, or a tuple's first item."""
+    if isinstance(output, Mapping):
+        output = output.get("logits", output)
+    output = getattr(output, "logits", output)
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise UserError(f"the model returned {type(output).__name__}; expected logits, a tensor")
+    return output
+
+
+def _counted(model: TorchModule) -> int | None:
+    try:
+        twin = copy.deepcopy(model).to("meta")
+        for module in twin.modules():
+            if isinstance(getattr(module, "impl", None), str) and module.impl in impls.names():
+                module.impl = "native"
+        tokens = torch.zeros(1, model.context, dtype=torch.long, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            twin(tokens).float().sum().backward()
+        return counter.get_total_flops() or None
+    except Exception:  # whatever somebody else's module asks of its tensors that they do not have
+        return None
