@@ -162,7 +162,7 @@ def _check_linear(x_name: str, x: Tensor, weight_name: str, weight: Any, bias_na
 def _autocast(x: Any, *rest: Any) -> tuple[Any, ...]:
     """All tensors in autocast's dtype where autocast is on for the device of x; fp64 is left alone, as torch does."""
     tensors = (x, *rest)
-    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or not _is_autocast_on(x):
         return tensors
     dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(
@@ -171,8 +171,13 @@ def _autocast(x: Any, *rest: Any) -> tuple[Any, ...]:
     )
 
 
+def _is_autocast_on(x: Tensor) -> bool:
+    # The meta device has no autocast, and PyTorch raises when it is asked for.
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def _without_autocast(x: Tensor, op: Callable[..., Tensor], *args: Any) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
+    if _is_autocast_on(x):
         with torch.autocast(x.device.type, enabled=False):
             return op(*args)
     return op(*args)

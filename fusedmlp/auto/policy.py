@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 def mode() -> str:
-    """"measure", "known" (the table or the baseline, never a measurement) or the name of an implementation.
+    """ "measure", "known" (the table or the baseline, never a measurement) or the name of an implementation.
 
     Raises: ValueError for anything else in FUSEDMLP_AUTO.
     """
@@ -160,7 +160,6 @@ def transformed() -> bool:
 def _measure(call: Call, names: list[str], where: str, key: str) -> Entry | None:
     """Measures, unless another process has meanwhile, and shares the result."""
 
-
     def found() -> bool:
         """Whether the file has it by now; reads the file anew."""
         global _known
@@ -225,7 +224,9 @@ def while_traced(op: str, option: str | int, dtype: torch.dtype, device_type: st
             runnable = [name for name in entry.ms if name in impls.names() and impls.unavailable(name) is None]
             name = min(runnable, key=lambda name: entry.ms[name] * (1 - NOISE * (name == BASELINE)), default=None)
     if name is None and device_type == "cuda":
-        _say_once("impl=auto measures nothing under torch.compile, and nothing of the kind is known: native is compiled")
+        _say_once(
+            "impl=auto measures nothing under torch.compile, and nothing of the kind is known: native is compiled"
+        )
     _used[f"{op} under torch.compile"] = name or BASELINE
     return name or BASELINE
 

@@ -3,21 +3,26 @@
 `B` batch, `T` window length in tokens (context), `P` positions with logits, `V` classes.
 """
 
-import copy
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedmlp import impls
 from fusedmlp.errors import UserError
 from fusedmlp.replace import Replacement, replace_modules
+
+log = logging.getLogger(__name__)
 
 INPUTS = ("tokens", "image")
 TARGETS = "my_package.Net, timm:<name> or hf:<model type or folder>"
@@ -94,9 +99,9 @@ class TorchModule(nn.Module):
     def flops_per_sample(self) -> int | None:
         """FLOPs of the matrix products and convolutions of one training step on one window, forward and backward.
 
-        From the module itself if it has a `flops_per_sample()`; else PyTorch's FLOP counter counts them on a copy without
-        memory (the meta device), with impl=native, so that the number is the same for every implementation. None where
-        the module does not run there.
+        From the module itself if it has a `flops_per_sample()`; else PyTorch's FLOP counter counts them with
+        tensors that have no memory, with impl=native and attention in plain products, so that the number is the same for every
+        implementation. None where the module does not run on such tensors.
         """
         own = getattr(self.net, "flops_per_sample", None)
         return own() if own is not None else _counted(self)
@@ -169,13 +174,27 @@ def _logits(output: Any) -> Tensor:
 
 def _counted(model: TorchModule) -> int | None:
     try:
-        twin = copy.deepcopy(model).to("meta")
-        for module in twin.modules():
-            if isinstance(getattr(module, "impl", None), str) and module.impl in impls.names():
-                module.impl = "native"
-        tokens = torch.zeros(1, model.context, dtype=torch.long, device="meta")
-        with FlopCounterMode(display=False) as counter:
-            twin(tokens).float().sum().backward()
+        with _as_native(model), FakeTensorMode(allow_non_fake_inputs=True) as fake, sdpa_kernel(SDPBackend.MATH):
+            named = (*model.named_parameters(), *model.named_buffers())
+            without_memory = {name: fake.from_tensor(tensor) for name, tensor in named}
+            tokens = torch.zeros(1, model.context, dtype=torch.long)
+            with FlopCounterMode(display=False) as counter:
+                torch.func.functional_call(model, without_memory, (tokens,)).float().sum().backward()
         return counter.get_total_flops() or None
     except Exception:  # whatever somebody else's module asks of its tensors that they do not have
+        log.warning("the FLOPs of %s cannot be counted, so TFLOP/s are left out", model.title, exc_info=True)
         return None
+
+
+@contextmanager
+def _as_native(model: nn.Module) -> Iterator[None]:
+    """Within this context every module with an impl runs native, whose operations the counter knows."""
+    found: list[Any] = [m for m in model.modules() if getattr(m, "impl", None) in impls.names()]
+    before = [m.impl for m in found]
+    for module in found:
+        module.impl = "native"
+    try:
+        yield
+    finally:
+        for module, impl in zip(found, before, strict=True):
+            module.impl = impl

@@ -122,6 +122,9 @@ class _Adopted:
         return _rebuild, self._replaced, vars(self)
 
 
+OURS = (FusedMLP, FusedLinearGeLU, TritonSoftmax, _Adopted)
+
+
 @functools.cache
 def mlp_class(cls: type, method: str) -> type:
     """A subclass of `cls` whose `method` runs the MLP. Where that is `forward` it is a `FusedMLP` too."""

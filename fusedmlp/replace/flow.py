@@ -211,9 +211,7 @@ def _target(statement: ast.stmt) -> str | None:
 
 
 def _reads(node: ast.AST, variable: str) -> int:
-    return sum(
-        isinstance(n, ast.Name) and n.id == variable and isinstance(n.ctx, ast.Load) for n in ast.walk(node)
-    )
+    return sum(isinstance(n, ast.Name) and n.id == variable and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
 
 
 def _blocks(tree: ast.AST) -> list[list[ast.stmt]]:

@@ -34,7 +34,11 @@ def linear(module: Any) -> LinearLayer | str:
     if (reason := hooked(module)) is not None:
         return reason
     weight, bias = module.weight, getattr(module, "bias", None)
-    if set(module._parameters) - {"weight", "bias"} or module._buffers or module._parameters.get("weight") is not weight:
+    if (
+        set(module._parameters) - {"weight", "bias"}
+        or module._buffers
+        or module._parameters.get("weight") is not weight
+    ):
         return f"{kind} has more, or others, than the parameters weight and bias"
     if any(type(p) is not nn.Parameter for p in (weight, bias) if p is not None):
         return f"the parameters of {kind} are of type {type(weight).__name__}"
@@ -133,4 +137,3 @@ def hooked(module: nn.Module) -> str | None:
 def passes_on(module: Any) -> bool:
     """Whether a module is a dropout or an identity: it may be left out while it does nothing."""
     return type(module) in (nn.Dropout, nn.Identity) and hooked(module) is None
-

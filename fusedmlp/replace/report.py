@@ -84,5 +84,7 @@ def _grouped(lines: list[str]) -> list[str]:
 
     groups: dict[str, list[str]] = {}
     for line in lines:
-        groups.setdefault(re.sub(r"\d+", "*", line.partition(": ")[0]) + ": " + line.partition(": ")[2], []).append(line)
+        groups.setdefault(re.sub(r"\d+", "*", line.partition(": ")[0]) + ": " + line.partition(": ")[2], []).append(
+            line
+        )
     return [f"  {one[0] if len(one) == 1 else f'{pattern}  ({len(one)} times)'}" for pattern, one in groups.items()]

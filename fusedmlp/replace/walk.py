@@ -7,15 +7,12 @@ import torch
 from torch import nn
 
 from fusedmlp import impls
-from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax
 from fusedmlp.replace import adopted, flow, layers
-from fusedmlp.replace.adopted import Span
+from fusedmlp.replace.adopted import OURS, Span
 from fusedmlp.replace.flow import Flow
 from fusedmlp.replace.layers import LinearLayer
 from fusedmlp.replace.report import Left, Replaced, Replacement
 from fusedmlp.replace.verify import Snapshot
-
-OURS = (FusedMLP, FusedLinearGeLU, TritonSoftmax)
 
 
 def replace_modules(model: nn.Module, impl: str = "auto", verify: bool = False, batch: Any = None) -> Replacement:

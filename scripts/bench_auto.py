@@ -1,0 +1,178 @@
+"""impl=auto against the best single implementation, over the shapes of the bench tables, and what its first use costs.
+
+    python scripts/bench_auto.py --out profiles/records/2026-01-01-auto
+    python scripts/bench_auto.py --out DIR --impls native triton cuda compiled   # compiled is a candidate too
+
+For each cell, forward alone (no_grad) and forward and backward: the first call of auto in a fresh table (with the
+kernels' compilation, and a second time without), then auto and every implementation in turns. `slower` is auto's time
+over the best single one's. Choices are made in a table of its own. Writes auto.json and auto.md to --out.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmlp import auto, impls
+from fusedmlp.profiling import timing
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One op at one size: `sizes` are rows and columns, or M, K, N."""
+
+    op: str
+    option: str | int
+    sizes: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        option = f" {self.option}" if isinstance(self.option, str) else ""
+        return f"{self.op}{option} {' x '.join(map(str, self.sizes))} {self.dtype}"
+
+    def tensors(self, device: str) -> tuple[Tensor, ...]:
+        """The op's tensors, as leaves that require gradients."""
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, device=device) * scale).to(DTYPES[self.dtype]).requires_grad_()
+
+        if self.op in ("gelu", "softmax"):
+            return (normal(*self.sizes),)
+        M, K, N = self.sizes
+        first = (normal(M, K), normal(N, K, scale=K**-0.5), normal(N))
+        return first if self.op == "linear_gelu" else (*first, normal(K, N, scale=N**-0.5), normal(K))
+
+
+ROWS = [
+    ((32768, 1024), "bf16"), ((16384, 8192), "bf16"), ((16384, 16384), "fp32"), ((8192, 32768), "bf16"),
+    ((4096, 131072), "bf16"), ((2048, 262144), "bf16"), ((65536, 1000), "bf16"), ((4096, 50304), "bf16"),
+    ((4096, 50257), "bf16"),
+]  # fmt: skip
+LINEAR = [(1024, 2048, 2048), (16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (16384, 4096, 16384)]
+CELLS = [
+    *(Cell("gelu", kind, (16384, 16384), dtype) for kind in ("none", "tanh") for dtype in ("fp32", "bf16")),
+    *(Cell("softmax", 1, sizes, dtype) for sizes, dtype in ROWS),
+    *(Cell("linear_gelu", kind, sizes, "bf16") for sizes in LINEAR for kind in ("tanh", "none")),
+    *(Cell("mlp", kind, sizes, "bf16") for sizes in LINEAR[1:] for kind in ("tanh", "none")),
+]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FUSEDMLP_CACHE"] = folder
+        if args.impls:
+            os.environ["FUSEDMLP_AUTO_IMPLS"] = ",".join(args.impls)
+        auto.forget()
+        rows: list[dict[str, Any]] = []
+        for cell in CELLS:
+            if cell.op in args.op and (not args.match or args.match in str(cell)):
+                for backward in (False, True):
+                    rows.append(measure(cell, backward, args))
+                    print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+                record(args, rows)
+        print(timing.markdown_table(rows))
+    worst = max(rows, key=lambda row: row["slower"])
+    print(f"\nauto at most {worst['slower']:.3f} times the best single implementation ({worst['cell']}); first use at most "
+          f"{max(row['first use s'] for row in rows):.2f} s, {max(row['compiled kernels s'] for row in rows):.2f} s with "
+          "compiled kernels")  # fmt: skip
+    return 0
+
+
+def measure(cell: Cell, backward: bool, args: argparse.Namespace) -> dict[str, Any]:
+    """First uses of auto, then auto and the implementations in turns."""
+    torch.manual_seed(0)
+    tensors = cell.tensors(args.device)
+    function = {name: call(cell, name, tensors, backward) for name in ("auto", *usable(args))}
+    # Not the first kernel of the process: libraries load theirs when they are first used.
+    function["native"]()
+    first = first_use_s(function["auto"], args.device)
+    (choice,) = set(auto.used().values())
+    auto.clear()
+    again = first_use_s(function["auto"], args.device)
+    (second_choice,) = set(auto.used().values())
+    times = side_by_side(function, args)
+    best = min((name for name in times if name != "auto"), key=lambda name: times[name])
+    row: dict[str, Any] = {
+        "cell": str(cell), "direction": "forward and backward" if backward else "forward", "choice": second_choice,
+        "first choice": choice, "best": best, "slower": times["auto"] / times[best], "first use s": first,
+        "compiled kernels s": again,
+    }  # fmt: skip
+    auto.forget()
+    return row | {f"{name} ms": ms for name, ms in times.items()}
+
+
+def usable(args: argparse.Namespace) -> list[str]:
+    names = args.impls or ["native", "triton", "cuda"]
+    return [name for name in names if impls.unavailable(name) is None]
+
+
+def call(cell: Cell, impl: str, tensors: tuple[Tensor, ...], backward: bool) -> Callable[[], Any]:
+    op = getattr(impls.load(impl), cell.op)
+    if not backward:
+
+        def forward() -> None:
+            with torch.no_grad():
+                op(*tensors, cell.option)
+
+        return forward
+    dy = torch.randn_like(op_output(cell, tensors))
+    return lambda: torch.autograd.grad(op(*tensors, cell.option), tensors, dy)
+
+
+def op_output(cell: Cell, tensors: tuple[Tensor, ...]) -> Tensor:
+    with torch.no_grad():
+        return getattr(impls.load("native"), cell.op)(*tensors, cell.option)
+
+
+def first_use_s(function: Callable[[], Any], device: str) -> float:
+    """Seconds of one call, all that it starts on the GPU included."""
+    synchronize(device)
+    began = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def side_by_side(functions: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, float]:
+    if args.device == "cuda":
+        found = timing.time_side_by_side(functions, args.rounds, warmup_ms=args.settle, rep_ms=args.rep)
+        return {name: t.p50 for name, t in found.items()}
+    return {name: 1e3 * first_use_s(function, args.device) for name, function in functions.items()}
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def record(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    if args.device == "cuda":
+        timing.write_record(args.out, "auto", {"auto": rows}, {"candidates": args.impls or "default"})
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("profiles/runs/auto"))
+    ops = ["gelu", "softmax", "linear_gelu", "mlp"]
+    parser.add_argument("--op", nargs="*", default=ops, choices=ops)
+    parser.add_argument("--match", help="only cells whose name contains this")
+    parser.add_argument("--impls", nargs="*", help="candidates; by default what auto measures by itself")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--settle", type=int, default=40, help="ms of running before measuring, per round")
+    parser.add_argument("--rep", type=int, default=30, help="ms of measuring, per round")
+    parser.add_argument("--device", default="cuda")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
