@@ -82,9 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
                 record(args, rows)
         print(timing.markdown_table(rows))
     worst = max(rows, key=lambda row: row["slower"])
-    print(f"\nauto at most {worst['slower']:.3f} times the best single implementation ({worst['cell']}); first use at most "
-          f"{max(row['first use s'] for row in rows):.2f} s, {max(row['compiled kernels s'] for row in rows):.2f} s with "
-          "compiled kernels")  # fmt: skip
+    first, again = (max(row[name] for row in rows) for name in ("first use s", "compiled kernels s"))
+    print(f"\nauto takes at most {worst['slower']:.3f} times the best single implementation ({worst['cell']})")
+    print(f"first use at most {first:.2f} s, {again:.2f} s where kernels are compiled already")
     return 0
 
 

@@ -16,6 +16,7 @@ Writes replace.json and replace.md to --out and prints the table. Choices of imp
 
 import argparse
 import copy
+import itertools
 import os
 import tempfile
 import time
@@ -128,14 +129,14 @@ def step_ms(step: Callable[[], Tensor], count: int, cuda: bool) -> list[float]:
         for _ in range(count):
             step()
             marks.append(time.perf_counter())
-        return [1e3 * (b - a) for a, b in zip(marks[:-1], marks[1:], strict=True)]
+        return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def peak_mib(model: nn.Module, x: Tensor, targets: Tensor) -> float | None:
@@ -169,7 +170,7 @@ def measure(name: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     memory: dict[str, float | None] = {}
     # Which implementation runs is measured in eager calls; a compiled block takes what they have found.
     for label, model in (("before", before), ("after", after)):
-        # In a copy: what accumulates a gradient stays on the stream of the first backward pass, which a capture forbids.
+        # In a copy: what accumulates a gradient stays on the stream of its first backward pass; a capture forbids it.
         memory[label] = peak_mib(copy.deepcopy(model), x, targets)
         if mode == "compiled":
             for block in blocks(model):

@@ -1,8 +1,8 @@
 """impl="auto": the fastest implementation of each op at the sizes at hand, measured once and kept on disk.
 
-The first call of a kind (op, shape bucket, dtype, GELU, which gradients) on a GPU times the implementations that can run
-there, forward and backward, in turns, against a check with the oracle, within about half a second. The winner goes into
-a table, `auto-choices.json` in the package's cache directory ($FUSEDMLP_CACHE), which later processes and all ranks
+The first call of a kind (op, shape bucket, dtype, GELU, which gradients) on a GPU times what can run there, forward and
+backward, in turns, behind a check with the oracle, within about half a second. The winner goes into a table,
+`auto-choices.json` in the package's cache directory ($FUSEDMLP_CACHE), which later processes and all ranks
 read; processes that meet the same call at once wait for the one that measures. The baseline wins ties. On a machine
 without a GPU, and for tensors that are not plain ones, native runs.
 

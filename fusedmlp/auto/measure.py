@@ -1,5 +1,6 @@
 """Time the implementations of one call in turns, behind a check against the oracle."""
 
+import itertools
 import statistics
 import threading
 import time
@@ -54,7 +55,7 @@ class HostClock:
         for _ in range(count):
             function()
             marks.append(time.perf_counter())
-        return [1e3 * (end - start) for start, end in zip(marks[:-1], marks[1:], strict=True)]
+        return [1e3 * (end - start) for start, end in itertools.pairwise(marks)]
 
 
 def measure(call: Call, names: list[str]) -> Entry:
@@ -132,9 +133,9 @@ def in_turns(functions: dict[str, Callable[[], Any]], clock: Clock) -> dict[str,
 def _in_a_thread_of_its_own(function: Callable[[], Entry], device: torch.device) -> Entry:
     """Runs `function` where no mode of the caller reaches.
 
-    Autocast, no_grad, dispatch and function modes, hooks on saved tensors (activation checkpointing), the current stream
-    and device all belong to the thread. What belongs to the process, the sync debug mode and the statistics of memory, is
-    put back.
+    Autocast, no_grad, dispatch and function modes, hooks on saved tensors (activation checkpointing), the current
+    stream and device all belong to the thread. What belongs to the process, the sync debug mode and the statistics of
+    memory, is put back.
     """
     outcome: list[Entry] = []
     failure: list[BaseException] = []

@@ -22,7 +22,7 @@ from fusedmlp.auto.table import Entry
 log = logging.getLogger("fusedmlp.auto")
 
 BASELINE = "native"
-# What is measured unless FUSEDMLP_AUTO_IMPLS says otherwise. `manual` is the oracle, and an op of its own for every line;
+# What is not measured unless FUSEDMLP_AUTO_IMPLS says so. `manual` is the oracle, an operation for every line;
 # `compiled` would put tens of seconds of compiler before the first call of every shape.
 NOT_BY_DEFAULT = ("auto", "compiled", "manual")
 # An implementation replaces the baseline when it is faster by more than what repeated measurements differ by.
@@ -224,9 +224,7 @@ def while_traced(op: str, option: str | int, dtype: torch.dtype, device_type: st
             runnable = [name for name in entry.ms if name in impls.names() and impls.unavailable(name) is None]
             name = min(runnable, key=lambda name: entry.ms[name] * (1 - NOISE * (name == BASELINE)), default=None)
     if name is None and device_type == "cuda":
-        _say_once(
-            "impl=auto measures nothing under torch.compile, and nothing of the kind is known: native is compiled"
-        )
+        _say_once(f"impl=auto measures nothing under torch.compile, and no {op} is known: native is compiled")
     _used[f"{op} under torch.compile"] = name or BASELINE
     return name or BASELINE
 

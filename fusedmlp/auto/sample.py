@@ -45,7 +45,7 @@ def like(call: Call) -> Sample:
     """A sample of `call`; random, from a generator of its own."""
     x = call.x
     generator = torch.Generator(x.device).manual_seed(0)
-    tensors = []
+    tensors: list[Tensor | None] = []
     for index, (tensor, need) in enumerate(zip(call.tensors, call.needs, strict=True)):
         if tensor is None:
             tensors.append(None)
@@ -125,7 +125,7 @@ class Oracle:
         return [y.detach(), *torch.autograd.grad(y, wanted, self._rows(self.dy)[self.rows].double())]
 
     def _bound(self, native: Tensor, expected: Tensor) -> float:
-        """Twice native's error plus a rounding band; where terms cancel, the rounding of fp32 inside is what is left."""
+        """Twice native's error plus a rounding band; where terms cancel, what is left is fp32's rounding inside."""
         eps, inner = torch.finfo(native.dtype).eps, min(torch.finfo(native.dtype).eps, torch.finfo(torch.float32).eps)
         incoming = 1.0 if self.dy is None else self.dy.abs().max().item()
         return 2 * _error(native, expected) + 2 * eps * _size(expected) + inner * incoming

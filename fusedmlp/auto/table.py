@@ -97,8 +97,8 @@ def locked(found: Callable[[], bool] = lambda: False) -> Iterator[bool]:
 
     Args:
         found: asked while another process has it; once true there is nothing to wait for.
-    Yields: whether the lock is held; not after `found`, nor where the directory cannot be written, the system has no file
-        locks, or another process has held it for a minute.
+    Yields: whether the lock is held; not after `found`, nor where the directory cannot be written, the system has no
+        file locks, or another process has held it for a minute.
     """
     file = None
     with suppress(OSError, RuntimeError):

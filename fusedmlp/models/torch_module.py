@@ -32,10 +32,10 @@ class TorchModule(nn.Module):
     """A module of somebody else's as a next-token model; its MLPs are replaced by those of `impl`.
 
     Args:
-        target: what builds the module: `my_package.Net` (imported, also from the current directory), `timm:<name>` (a timm
-            model with random weights), or `hf:<model type or folder>` (a Hugging Face causal language model with random
-            weights, from the defaults of its type, such as gpt2, or from the config.json in a folder). Nothing is
-            downloaded.
+        target: what builds the module: `my_package.Net` (imported, also from the current directory), `timm:<name>` (a
+            timm model with random weights), or `hf:<model type or folder>` (a Hugging Face causal language model with
+            random weights, from the defaults of its type, such as gpt2, or from the config.json in a folder). Nothing
+            is downloaded.
         kwargs: keyword arguments of what `target` names: of the class, of the timm model, or of the config.
         dim: not used here; in a config, what kwargs can refer to.
         context: T.
@@ -100,8 +100,8 @@ class TorchModule(nn.Module):
         """FLOPs of the matrix products and convolutions of one training step on one window, forward and backward.
 
         From the module itself if it has a `flops_per_sample()`; else PyTorch's FLOP counter counts them with
-        tensors that have no memory, with impl=native and attention in plain products, so that the number is the same for every
-        implementation. None where the module does not run on such tensors.
+        tensors that have no memory, with impl=native and attention in plain products, so that the number is the same
+        for every implementation. None where the module does not run on such tensors.
         """
         own = getattr(self.net, "flops_per_sample", None)
         return own() if own is not None else _counted(self)
@@ -176,7 +176,7 @@ def _counted(model: TorchModule) -> int | None:
     try:
         with _as_native(model), FakeTensorMode(allow_non_fake_inputs=True) as fake, sdpa_kernel(SDPBackend.MATH):
             named = (*model.named_parameters(), *model.named_buffers())
-            without_memory = {name: fake.from_tensor(tensor) for name, tensor in named}
+            without_memory: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in named}
             tokens = torch.zeros(1, model.context, dtype=torch.long)
             with FlopCounterMode(display=False) as counter:
                 torch.func.functional_call(model, without_memory, (tokens,)).float().sum().backward()

@@ -1,4 +1,4 @@
-"""The modules that take the place of others: `FusedMLP`, `FusedLinearGeLU` and `TritonSoftmax` over what is there already.
+"""Modules that take the place of others: `FusedMLP`, `FusedLinearGeLU` and `TritonSoftmax` over what is there already.
 
 A module is not exchanged, it changes its class. So parameters, names, hooks, the state dict, and whoever holds a
 reference to the module, an optimizer or a parent, see the same object as before, and undoing it is changing back.
@@ -114,8 +114,7 @@ class _Adopted:
         return layer.weight.t() if transposed else layer.weight, layer.bias
 
     def extra_repr(self) -> str:
-        own = super().extra_repr() if self._replaced[0].extra_repr is not nn.Module.extra_repr else ""  # type: ignore[misc]
-        return ", ".join(filter(None, [own, f"approximate={self.approximate!r}, impl={self.impl!r}"]))
+        return f"approximate={self.approximate!r}, impl={self.impl!r}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and deepcopy, which look a class up by its name: this one is made anew."""
@@ -141,6 +140,6 @@ def _rebuild(cls: type, method: str) -> nn.Module:
 def mlp(module: nn.Module, method: str, span: Span) -> type:
     """Lets a module's method run the MLP in one op; returns the class that it had."""
     before = type(module)
-    module.__class__ = mlp_class(before, method)
+    module.__class__ = mlp_class(before, method)  # type: ignore[arg-type]
     vars(module).update(_fused=span, _replaced=(before, method))
     return before

@@ -14,6 +14,7 @@ Whatever cannot be read from the source with certainty is not reported.
 import ast
 import functools
 import inspect
+import itertools
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
@@ -58,8 +59,8 @@ def of(module: nn.Module) -> Flow:
     """The flow of a module's class; a sequential's comes from its children."""
     if type(module).forward is nn.Sequential.forward:
         names = list(module._modules)
-        return Flow(chains={"forward": names}, pairs=list(zip(names[:-1], names[1:], strict=True)))
-    return of_class(type(module))
+        return Flow(chains={"forward": names}, pairs=list(itertools.pairwise(names)))
+    return of_class(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -65,7 +65,7 @@ def _own_methods(cls: type) -> set[str]:
 
 
 def _layout(module: nn.Module, weight: Tensor, bias: Tensor | None) -> bool | None:
-    """Whether the weight is (in, out) rather than (out, in), found by computing with small stand-ins; None if neither."""
+    """Whether the weight is (in, out) and not (out, in), found by computing with small stand-ins; None if neither."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -103,7 +103,7 @@ def gelu(act: Any) -> str | None:
 
 
 def is_activation(act: Any) -> bool:
-    """Whether this is some other function of each element: a module without parameters, neither identity nor dropout."""
+    """Whether this is a function of each element: a module without parameters, neither identity nor dropout."""
     if not isinstance(act, nn.Module) or not plain(act) or isinstance(act, nn.modules.dropout._DropoutNd):
         return False
     points = torch.linspace(-3, 3, 12, dtype=torch.float64, device="cpu").view(3, 4)

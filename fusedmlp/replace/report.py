@@ -1,5 +1,6 @@
 """What `replace_modules` did and did not do, and how to undo it."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -80,8 +81,6 @@ class Replacement:
 
 def _grouped(lines: list[str]) -> list[str]:
     """Lines that differ in their numbers only, as layers do, as one with their count."""
-    import re
-
     groups: dict[str, list[str]] = {}
     for line in lines:
         groups.setdefault(re.sub(r"\d+", "*", line.partition(": ")[0]) + ": " + line.partition(": ")[2], []).append(

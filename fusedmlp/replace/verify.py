@@ -1,7 +1,7 @@
 """Whether a model gives the same outputs and gradients as before, as far as its dtypes allow.
 
-The measure is the oracle's: the model in float64, before anything is replaced. Errors of the new model may be twice those
-of the old one plus a rounding band, for every output and every gradient.
+The measure is the oracle's: the model in float64, before anything is replaced. Errors of the new model may be twice
+those of the old one plus a rounding band, for every output and every gradient.
 """
 
 import copy
@@ -41,9 +41,9 @@ class Snapshot:
             own, exact = self.own[name], self.exact[name]
             if mine.shape != own.shape or mine.dtype != own.dtype:
                 return f"{name} is {mine.dtype} {tuple(mine.shape)}, was {own.dtype} {tuple(own.shape)}"
-            error, bound = _size(mine.double() - exact), _bound(own, exact)
-            if not error <= bound:
-                return f"{name} is off by {error:.2e}, accepted: {bound:.2e}"
+            off, bound = _size(mine.double() - exact), _bound(own, exact)
+            if not off <= bound:
+                return f"{name} is off by {off:.2e}, accepted: {bound:.2e}"
         return None
 
 

@@ -21,12 +21,12 @@ def replace_modules(model: nn.Module, impl: str = "auto", verify: bool = False, 
     What is replaced is found by structure: the order in which a value goes through children, read from the source of
     `forward`; linear layers by what they compute, `nn.Linear` or with a transposed weight; GELUs by their values.
 
-    - A module (or a method of one) that does nothing but lead a value through linear layer, GELU, dropouts or identities
-      and linear layer, with anything before and after, becomes a `FusedMLP`: `nn.Sequential`, timm's `Mlp`, the MLPs of
-      Hugging Face's GPT-2 and ViT, torchvision's `MLPBlock`, `nn.TransformerEncoderLayer` (whose fast path, in eval and
-      without gradients, stays what it is). A dropout that drops splits it in two ops.
-    - Elsewhere a linear layer whose result goes into a GELU and nowhere else becomes a `FusedLinearGeLU`, and the GELU an
-      identity.
+    - A module (or a method of one) that does nothing but lead a value through linear layer, GELU, dropouts or
+      identities and linear layer, with anything before and after, becomes a `FusedMLP`: `nn.Sequential`, timm's `Mlp`,
+      the MLPs of Hugging Face's GPT-2 and ViT, torchvision's `MLPBlock`, `nn.TransformerEncoderLayer` (whose fast path,
+      in eval and without gradients, stays what it is). A dropout that drops splits it in two ops.
+    - Elsewhere a linear layer whose result goes into a GELU and nowhere else becomes a `FusedLinearGeLU`, and the GELU
+      an identity.
     - `nn.Softmax` becomes the softmax op.
 
     Modules change their class but stay the objects that they were: parameters are not copied, optimizers built before
@@ -41,8 +41,8 @@ def replace_modules(model: nn.Module, impl: str = "auto", verify: bool = False, 
         verify: compute outputs and gradients on `batch` before and after, and undo everything if they disagree.
         batch: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments.
     Returns: a report: what was replaced by what, what was left and why. Its `restore()` undoes everything.
-    Raises: TypeError for what is not a module; ValueError for an unknown impl, or `verify` without a batch; RuntimeError,
-        with the reason, if impl cannot run here.
+    Raises: TypeError for what is not a module; ValueError for an unknown impl, or `verify` without a batch;
+        RuntimeError, with the reason, if impl cannot run here.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -206,7 +206,7 @@ class _Walk:
             assert isinstance(layer, nn.Module)
             if self.uses[id(layer)] != 1:
                 return f"{first} is used in {self.uses[id(layer)]} places"
-            if layer.weight.dtype not in self.dtypes:  # type: ignore[operator, union-attr]
+            if layer.weight.dtype not in self.dtypes:
                 return f"impl={self.impl} does not compute in {layer.weight.dtype}"
             if (user := self._taken_from_outside(name, first, act)) is not None:
                 return f"{user} calls parts of {type(module).__name__} by itself"
