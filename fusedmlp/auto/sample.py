@@ -81,9 +81,12 @@ class Oracle:
         self.rows = torch.linspace(0, num_rows - 1, min(CHECKED_ROWS, num_rows), device=sample.call.x.device).long()
         self.dy = None
         if sample.dy is not None:
-            self.dy = torch.zeros_like(sample.dy)
-            rows = self._rows(self.dy)
-            rows[self.rows] = self._rows(sample.dy)[self.rows]
+            rows = self._rows(sample.dy)
+            kept = torch.zeros_like(rows)
+            kept[self.rows] = rows[self.rows]
+            dim = sample.call.dim
+            shape = sample.dy.movedim(dim, -1).shape if sample.dy.ndim else sample.dy.shape
+            self.dy = kept.view(shape).movedim(-1, dim) if sample.dy.ndim else kept.view(shape)
         self.expected = self._expected()
         self.native = self._picked(sample.run("native", self.dy))
 
@@ -98,7 +101,7 @@ class Oracle:
         return None
 
     def _rows(self, t: Tensor) -> Tensor:
-        """A view of the tensor's rows, (rows, columns)."""
+        """The tensor's rows, (rows, columns)."""
         if t.ndim == 0:
             return t.view(1, 1)
         t = t.movedim(self.sample.call.dim, -1)

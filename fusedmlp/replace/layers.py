@@ -31,6 +31,8 @@ def linear(module: Any) -> LinearLayer | str:
         return f"{kind} is parametrized"
     if module._modules:
         return f"{kind} has modules of its own ({', '.join(list(module._modules)[:3])})"
+    if isinstance(module.weight, nn.UninitializedParameter):
+        return f"the weight of {kind} has no shape yet; call the model once before"
     if (reason := hooked(module)) is not None:
         return reason
     weight, bias = module.weight, getattr(module, "bias", None)

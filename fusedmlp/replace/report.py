@@ -51,6 +51,7 @@ class Replacement:
     verified: bool | None = None
     difference: str | None = None
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _obstacles: list[Callable[[], str | None]] = field(default_factory=list, repr=False)
 
     def __iter__(self) -> Iterator[Replaced | Left]:
         return iter([*self.replaced, *self.left])
@@ -74,9 +75,13 @@ class Replacement:
 
         Raises: RuntimeError, before anything is changed, if a replaced module has been wrapped or changed since.
         """
-        while self._undo:
-            self._undo[-1]()
-            self._undo.pop()
+        found = [reason for obstacle in self._obstacles if (reason := obstacle()) is not None]
+        if found:
+            raise RuntimeError(f"{found[0]}; undo that before restore()")
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self._obstacles.clear()
 
 
 def _grouped(lines: list[str]) -> list[str]:

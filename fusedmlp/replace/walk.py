@@ -256,6 +256,8 @@ class _Walk:
                 continue
             if not module._modules and name and not any(True for _ in module.parameters()):
                 parent = self.modules[name.rpartition(".")[0]]
+                if isinstance(parent, OURS):
+                    continue
                 unreadable = self.flows[name.rpartition(".")[0]].unreadable
                 why = unreadable or f"{type(parent).__name__} does not apply it to the result of a linear layer alone"
                 self._leave(name, type(module).__name__, why)
@@ -263,13 +265,16 @@ class _Walk:
     def _undo_class(self, name: str, module: nn.Module, before: type, attributes: list[str]) -> None:
         now = type(module)
 
+        def obstacle() -> str | None:
+            changed = type(module) is not now
+            return f"{name or 'the model'} has become a {type(module).__name__} since" if changed else None
+
         def undo() -> None:
-            if type(module) is not now:
-                raise RuntimeError(f"{name} has become a {type(module).__name__} since; undo that before restore()")
             module.__class__ = before
             for attribute in attributes:
                 vars(module).pop(attribute, None)
 
+        self.report._obstacles.append(obstacle)
         self.report._undo.append(undo)
 
     def _done(self, name: str, what: str, by: str) -> None:
