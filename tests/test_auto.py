@@ -154,7 +154,10 @@ def sixth(monkeypatch, tmp_path):
     [
         ("return torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias)) * 1.001", "y is off by"),
         ("return torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias)) * float('nan')", "y is off by"),
-        ("return torch.nn.functional.gelu(torch.nn.functional.linear(x, weight.detach(), bias))", "RuntimeError: element 0 of tensors"),
+        (
+            "return torch.nn.functional.gelu(torch.nn.functional.linear(x, weight.detach(), bias))",
+            "RuntimeError: element 0 of tensors",
+        ),
         ("raise ValueError('no kernel for this\\\\nmore')", "ValueError: no kernel for this"),
     ],
 )

@@ -53,7 +53,10 @@ def read(file: Path | None = None) -> Choices:
 
 def parse(text: str) -> Choices:
     """Raises: ValueError for anything but a table."""
-    content = json.loads(text)
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not a table of choices ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"not a table of choices in format {FORMAT}")
     try:

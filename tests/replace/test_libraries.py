@@ -40,6 +40,7 @@ def torchvision(name, *sizes, **options):
     return getattr(torchvision.models, name)(*sizes, **options), torch.randn(2, 3, 32, 32)
 
 
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 WHISPER = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -59,10 +60,12 @@ CASES = {
     ),
     "torchvision vit": (lambda: torchvision("VisionTransformer", 32, 16, 2, 2, 32, 64), 2, 0, None),
     "torchvision swin": (lambda: torchvision("SwinTransformer", [4, 4], 16, [1, 1], [2, 2], [4, 4]), 2, 0, None),
-    "gpt2": (lambda: hugging_face("GPT2LMHeadModel", TOKENS, n_embd=32, n_layer=2, n_head=2, n_positions=16), 2, 0, None),
+    "gpt2": (lambda: hugging_face("GPT2LMHeadModel", TOKENS, **GPT2), 2, 0, None),
     "bert": (lambda: hugging_face("BertForMaskedLM", TOKENS, **SMALL), 0, 3, None),
     "vit": (lambda: hugging_face("ViTForImageClassification", PIXELS, **SMALL, **PICTURE), 2, 0, None),
-    "clip": (lambda: hugging_face("CLIPVisionModel", PIXELS, **SMALL, **PICTURE), 0, 0, "QuickGELUActivation is not GELU"),
+    "clip": (
+        lambda: hugging_face("CLIPVisionModel", PIXELS, **SMALL, **PICTURE), 0, 0, "QuickGELUActivation is not GELU",
+    ),
     "clip gelu": (lambda: hugging_face("CLIPVisionModel", PIXELS, hidden_act="gelu", **SMALL, **PICTURE), 2, 0, None),
     "whisper": (lambda: hugging_face("WhisperModel", ("input_features", "decoder_input_ids"), **WHISPER), 0, 4, None),
     "gpt_neox": (lambda: hugging_face("GPTNeoXForCausalLM", TOKENS, max_position_embeddings=16, **SMALL), 2, 0, None),

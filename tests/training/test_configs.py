@@ -27,9 +27,15 @@ def test_every_option_composes_and_resolves(option):
     assert values["model"]["dim"] == values["dim"]
 
 
+# What cannot be built without a word of the user's.
+REQUIRED = {
+    "torch_module": ["model.target=fusedmlp.models.MLPLanguageModel", "+model.kwargs.dim=32", "model.context=16"]
+}
+
+
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_every_model_builds_at_the_default_width_with_any_data(model):
-    values = OmegaConf.to_container(config(f"model={model}"), resolve=True)
+    values = OmegaConf.to_container(config(f"model={model}", *REQUIRED.get(model, [])), resolve=True)
     assert values["data"]["seq_len"] == values["model"]["context"]
     assert build("model", values["model"]).context == values["model"]["context"]
 

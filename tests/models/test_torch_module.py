@@ -1,0 +1,181 @@
+"""Networks of somebody else's in the training loop: how they are named, what goes in and out, what is counted."""
+
+import sys
+
+import pytest
+import torch
+from conftest import raises
+from training.runs import RANDOM_BYTES, TINY, config, fits, result
+
+from fusedmlp import FusedMLP
+from fusedmlp.errors import UserError
+from fusedmlp.models import GPT, TorchModule
+from fusedmlp.training.run import run
+
+NETWORK = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=16, form="tensor", classes=256):
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.head, self.form = nn.Linear(width, classes), form
+
+    def forward(self, tokens):
+        logits = self.head(self.mlp(self.embed(tokens)))
+        if self.form == "last":
+            return logits[:, -1]
+        return {"tensor": logits, "mapping": {"logits": logits, "loss": None}, "tuple": (logits, None), "text": "?"}[
+            self.form
+        ]
+
+class Picture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 2, 2), nn.Linear(8, 256)
+
+    def forward(self, images):
+        assert images.shape[1:] == (3, 4, 4) and images.dtype == self.head.weight.dtype
+        assert -1 <= images.min() and images.max() <= 1
+        return self.head(self.conv(images).mean((2, 3)))
+
+def raises():
+    raise OSError("no such thing")
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A module of the user's in the current directory, which is not where train.py is."""
+    (tmp_path / "their_networks.py").write_text(NETWORK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield tmp_path
+    sys.modules.pop("their_networks", None)
+
+
+@pytest.mark.parametrize(("form", "positions"), [("tensor", 8), ("mapping", 8), ("tuple", 8), ("last", 1)])
+def test_logits_in_any_form(package, form, positions):
+    model = TorchModule("their_networks.Net", {"form": form}, context=8, impl="native")
+    assert model(torch.randint(0, 256, (3, 8))).shape == (3, positions, 256)
+    assert isinstance(model.net.mlp, FusedMLP)
+    assert len(model.report) == 1
+
+
+def test_replace_false_leaves_the_network(package):
+    model = TorchModule("their_networks.Net", context=8, replace=False)
+    assert model.report is None
+    assert not any(isinstance(m, FusedMLP) for m in model.modules())
+
+
+def test_windows_as_pictures(package):
+    model = TorchModule("their_networks.Picture", context=48, inputs="image", image_shape=[3, 4, 4])
+    assert model(torch.randint(0, 256, (2, 48))).shape == (2, 1, 256)
+    assert model.bfloat16()(torch.randint(0, 256, (2, 48))).dtype == torch.bfloat16
+
+
+def test_flops_are_those_of_the_products_whatever_the_implementation(package, impl):
+    # Forward: T (2 * 16 * 64 for each layer of the MLP, 2 * 16 * 256 for the head); the backward pass is twice that.
+    expected = 3 * 8 * (2 * 2 * 16 * 64 + 2 * 16 * 256)
+    model = TorchModule("their_networks.Net", context=8, impl=impl)
+    assert model.flops_per_sample() == expected
+    assert model.net.mlp.impl == impl
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_attention_is_counted_as_plain_products():
+    gpt = GPT(32, 2, 2, 8, attention="sdpa")
+    model = TorchModule("fusedmlp.models.GPT", {"dim": 32, "num_layers": 2, "num_heads": 2, "context": 8}, context=8)
+    assert model.flops_per_sample() == gpt.flops_per_sample()
+    model.net.flops_per_sample = None
+    assert model.flops_per_sample() == gpt.flops_per_sample()
+
+
+def test_what_cannot_be_counted_is_not_known(package, caplog):
+    model = TorchModule("their_networks.Net", {"form": "text"}, context=8)
+    assert model.flops_per_sample() is None
+    assert "cannot be counted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: TorchModule(), ["model.target is missing", "timm:<name>", "hf:"]),
+        (
+            lambda: TorchModule("their_network.Net"),
+            ["their_network.Net", "nothing that can be imported", "their_network"],
+        ),
+        (lambda: TorchModule("their_networks.Ned"), ["their_networks.Ned", "Ned"]),
+        (lambda: TorchModule("Net"), ["'Net'"]),
+        (lambda: TorchModule("onnx:net"), ["onnx:net", "timm:<name>"]),
+        (lambda: TorchModule("their_networks.Net", {"depth": 3}), ["cannot be built", "depth"]),
+        (lambda: TorchModule("their_networks.raises"), ["cannot be built", "OSError: no such thing"]),
+        (lambda: TorchModule("builtins.dict"), ["a dict", "torch.nn.Module"]),
+        (lambda: TorchModule("their_networks.Net", {"form": "text"})(torch.zeros(1, 8).long()), ["returned str"]),
+        (
+            lambda: TorchModule("their_networks.Net", {"classes": 10})(torch.zeros(1, 8).long()),
+            ["(1, 8, 10)", "at least 256 classes"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(package, build, words):
+    with raises(UserError, *words):
+        build()
+
+
+def test_sizes_that_do_not_fit_are_named():
+    with raises(ValueError, "image_shape=[3, 4, 5]", "context=48"):
+        TorchModule("torch.nn.Identity", context=48, inputs="image", image_shape=[3, 4, 5])
+    with raises(ValueError, "inputs='sound'", "tokens, image"):
+        TorchModule("torch.nn.Identity", inputs="sound")
+
+
+def train_theirs(folder):
+    overrides = [override for override in (*TINY, *RANDOM_BYTES) if "num_layers" not in override]
+    overrides += [
+        f"data.cache_dir={folder.parent / 'cache'}", "model=torch_module", "model.target=their_networks.Net",
+        "+model.kwargs.width=${dim}", "model.context=8",
+    ]  # fmt: skip
+    return run(config(*overrides), folder, overrides)[1]
+
+
+@fits
+def test_the_loop_trains_it_and_records_what_ran(package, tmp_path):
+    ending = train_theirs(tmp_path / "run")
+    assert ending.status == "completed", ending
+    found = result(tmp_path / "run")
+    assert (found["model"], found["impl"], found["impl_resolved"]) == ("their_networks.Net", "auto", "native")
+    assert found["replaced"] == ["mlp: Sequential (0, 1, 2) -> FusedMLP(impl='auto')"]
+    assert set(found["impl_choices"].values()) == {"native"}
+    assert any(key.startswith("mlp float32 none M<=64 K=32 N=128") for key in found["impl_choices"])
+    assert found["throughput"]["flops_per_sample"] == 3 * 8 * (2 * 2 * 32 * 128 + 2 * 32 * 256)
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs", "library"),
+    [
+        ("hf:gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 256}, "transformers"),
+        ("timm:vit_tiny_patch16_224", {"depth": 1, "num_classes": 256, "img_size": 32}, "timm"),
+    ],
+)
+def test_libraries_models_by_name(target, kwargs, library, tmp_path):
+    pytest.importorskip(library)
+    picture = {"context": 3 * 32 * 32, "inputs": "image", "image_shape": [3, 32, 32]} if library == "timm" else {}
+    model = TorchModule(target, kwargs, **picture)
+    tokens = torch.randint(0, 256, (2, model.context))
+    assert model(tokens).shape[-1] == 256
+    assert len(model.report) == 1
+    assert model.flops_per_sample() > 0
+    if library == "transformers":
+        model.net.config.save_pretrained(tmp_path)
+        again = TorchModule(f"hf:{tmp_path}")
+        assert again(tokens).shape == (2, 128, 256)
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch):
+    for target, library in (("hf:gpt2", "transformers"), ("timm:vit", "timm")):
+        monkeypatch.setitem(sys.modules, library, None)
+        with raises(UserError, target, f"pip install {library}"):
+            TorchModule(target)
