@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedmlp import FusedMLP, auto, functional, impls
-from fusedmlp.auto import call, measure, policy, sample
+from fusedmlp.auto import call, candidates, measure, policy, sample
 
 x, w, b = torch.randn(6, 8), torch.randn(12, 8), torch.randn(12)
 
@@ -141,7 +141,7 @@ def sixth(monkeypatch, tmp_path):
         monkeypatch.setattr(impls, "__path__", [*impls.__path__, str(folder)])
         monkeypatch.setattr(impls, "_loaded", {})
         monkeypatch.delenv("FUSEDMLP_AUTO_IMPLS")
-        policy._ready.cache_clear()
+        candidates.ready.cache_clear()
 
     yield add
     sys.modules.pop("fusedmlp.impls.sixth", None)
@@ -188,7 +188,7 @@ def test_what_has_to_be_built_first_is_no_candidate(stopwatch, monkeypatch):
     from fusedmlp.impls import manual
 
     monkeypatch.setattr(manual, "built", lambda: False, raising=False)
-    policy._ready.cache_clear()
+    candidates.ready.cache_clear()
     linear_gelu()
     assert stopwatch.measured == []
     assert chosen() == {"native"}

@@ -11,7 +11,7 @@ from conftest import raises
 
 from fusedmlp import auto, functional
 from fusedmlp.auto import __main__ as command
-from fusedmlp.auto import measure, policy, table
+from fusedmlp.auto import candidates, measure, policy, table
 from fusedmlp.errors import UserError
 
 x = torch.randn(4, 8)
@@ -109,9 +109,8 @@ def test_an_imported_choice_stands_when_there_are_other_candidates(here, tmp_pat
     functional.gelu(x)
     auto.export_table(tmp_path / "plan.json")
     monkeypatch.setenv("FUSEDMLP_AUTO_IMPLS", "native,manual,compiled")
-    monkeypatch.setattr(policy, "_ready", lambda name: True)
+    monkeypatch.setattr(candidates, "ready", lambda name: True)
     monkeypatch.setattr(measure.sample.Oracle, "disagreement", lambda self, impl: None)
-    policy._ready.cache_clear = lambda: None
     auto.forget()
     functional.gelu(x)
     assert here[-1] == ("native", "manual", "compiled"), "one of its own is measured again"

@@ -27,7 +27,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from fusedmlp.auto import policy, table
+from fusedmlp.auto import table
+from fusedmlp.auto.candidates import fastest
 from fusedmlp.auto.policy import forget, used, using
 from fusedmlp.auto.table import Choices, Entry
 
@@ -53,15 +54,11 @@ def show() -> str:
     for environment, entries in known.items():
         lines += ["", environment]
         for key, entry in sorted(entries.items()):
-            times = [f"{'*' if name == winner(entry) else ''}{name} {ms:.4g} ms" for name, ms in entry.ms.items()]
+            winner = fastest(entry.ms)
+            times = [f"{'*' if name == winner else ''}{name} {ms:.4g} ms" for name, ms in entry.ms.items()]
             left = [f"{name}: {reason}" for name, reason in entry.left.items()]
             lines.append(f"  {key}   {', '.join(times)}{'   left: ' + '; '.join(left) if left else ''}")
     return "\n".join(lines)
-
-
-def winner(entry: Entry) -> str:
-    """The implementation with the best time; native unless it is beaten by more than 1 %."""
-    return min(entry.ms, key=lambda name: entry.ms[name] / (1 + policy.NOISE * (name == policy.BASELINE)))
 
 
 def clear() -> None:

@@ -1,6 +1,5 @@
 """Which implementation a call gets: from the table, by measuring now, or the baseline where neither is possible."""
 
-import functools
 import logging
 import os
 import threading
@@ -10,23 +9,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from fusedmlp import impls
 from fusedmlp.auto import table
 from fusedmlp.auto.call import Call, environment
+from fusedmlp.auto.candidates import BASELINE, best, candidates, fastest, known_here, ready
 from fusedmlp.auto.measure import measure
+from fusedmlp.auto.moment import obstacle
 from fusedmlp.auto.table import Entry
 
 log = logging.getLogger("fusedmlp.auto")
-
-BASELINE = "native"
-# What is not measured unless FUSEDMLP_AUTO_IMPLS says so. `manual` is the oracle, an operation for every line;
-# `compiled` would put tens of seconds of compiler before the first call of every shape.
-NOT_BY_DEFAULT = ("auto", "compiled", "manual")
-# An implementation replaces the baseline when it is faster by more than what repeated measurements differ by.
-NOISE = 0.01
 
 _measuring = threading.Lock()
 _known: table.Choices | None = None
@@ -94,69 +87,6 @@ def measurable(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def candidates(call: Call) -> list[str]:
-    """What can be timed for a call here without a long build or compilation, the baseline first."""
-    asked = os.environ.get("FUSEDMLP_AUTO_IMPLS")
-    names = _asked_for(asked) if asked else [name for name in impls.names() if name not in NOT_BY_DEFAULT]
-    usable = [name for name in names if name != BASELINE and _ready(name) and _accepts(name, call)]
-    return [BASELINE, *usable]
-
-
-def _asked_for(names: str) -> list[str]:
-    asked = [name.strip() for name in names.split(",")]
-    accepted = [name for name in impls.names() if name != "auto"]
-    for name in asked:
-        if name not in accepted:
-            raise ValueError(f"FUSEDMLP_AUTO_IMPLS={names}: {name!r} is unknown; accepted: {', '.join(accepted)}")
-    return asked
-
-
-@functools.cache
-def _ready(name: str) -> bool:
-    """Whether an implementation runs here at once: what has to be built first (impl=cuda) is left until it is."""
-    if impls.unavailable(name) is not None:
-        return False
-    built = getattr(impls.load(name), "built", None)
-    return built is None or built()
-
-
-def _accepts(name: str, call: Call) -> bool:
-    devices = getattr(impls.load(name), "DEVICES", None)
-    return call.x.dtype in impls.dtypes(name) and (devices is None or call.x.device.type in devices)
-
-
-def best(entry: Entry, call: Call) -> str:
-    """The fastest of those that can run here; the baseline unless it is beaten by more than the noise."""
-    runnable = {name: ms for name, ms in entry.ms.items() if name in impls.names() and impls.unavailable(name) is None}
-    runnable = {name: ms for name, ms in runnable.items() if _accepts(name, call)}
-    if not runnable:
-        return BASELINE
-    fastest = min(runnable, key=lambda name: runnable[name])
-    baseline = runnable.get(BASELINE)
-    return BASELINE if baseline is not None and baseline <= (1 + NOISE) * runnable[fastest] else fastest
-
-
-def obstacle() -> str | None:
-    """What forbids a measurement at this moment, in words; None if nothing does."""
-    if torch.compiler.is_compiling():
-        return "under torch.compile"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "while a CUDA graph is captured"
-    if transformed():
-        return "under a functorch transform or forward-mode differentiation"
-    if torch._C._current_graph_task_id() != -1:
-        # The thread that would run the measurement's backward pass is the one that waits for it.
-        return "during a backward pass"
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return "under a dispatch mode"
-    return None
-
-
-def transformed() -> bool:
-    """Whether vmap, torch.func.grad or dual numbers are at work, which need ops that PyTorch knows the rules of."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
 def _measure(call: Call, names: list[str], where: str, key: str) -> Entry | None:
     """Measures, unless another process has meanwhile, and shares the result."""
 
@@ -221,8 +151,7 @@ def while_traced(op: str, option: str | int, dtype: torch.dtype, device_type: st
         }
         if entries:
             entry = entries[max(entries, key=lambda key: (max(entries[key].ms.values()), key))]
-            runnable = [name for name in entry.ms if name in impls.names() and impls.unavailable(name) is None]
-            name = min(runnable, key=lambda name: entry.ms[name] * (1 - NOISE * (name == BASELINE)), default=None)
+            name = fastest(known_here(entry.ms))
     if name is None and device_type == "cuda":
         _say_once(f"impl=auto measures nothing under torch.compile, and no {op} is known: native is compiled")
     _used[f"{op} under torch.compile"] = name or BASELINE
@@ -263,5 +192,5 @@ def forget() -> None:
     _failed.clear()
     _used.clear()
     _told.clear()
-    _ready.cache_clear()
+    ready.cache_clear()
     auto.forget()

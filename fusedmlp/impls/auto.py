@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import impls
+from fusedmlp.auto.moment import transformed
 from fusedmlp.impls import native
 
 DTYPES = native.DTYPES
@@ -73,7 +74,7 @@ def _run(op: str, option: str | int, *tensors: Any) -> Tensor:
     kinds = [None if t is None else (type(t), t.shape, t.is_contiguous(), grad and t.requires_grad) for t in tensors]
     key = (op, option, replayed, x.dtype, x.device, *kinds)
     # Under a transform the tensors look as usual.
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if transformed():
         return getattr(native, op)(*tensors, option)
     try:
         function = _functions.get(key)
