@@ -378,7 +378,7 @@ def test_turns_are_taken_and_the_first_third_of_each_does_not_count():
     def clock(function, count):
         order.append((function(), count))
         # Slow while the clock settles.
-        return [100.0 if i < count // 3 and count > 3 else {"a": 4.0, "b": 8.0}[function()] for i in range(count)]
+        return [100.0 if i < count // 3 else {"a": 4.0, "b": 8.0}[function()] for i in range(count)]
 
     assert measure.in_turns({"a": lambda: "a", "b": lambda: "b"}, clock) == {"a": 4.0, "b": 8.0}
     assert [name for name, _ in order] == ["a", "b"] * (measure.ROUNDS + 1)
@@ -426,7 +426,7 @@ def test_on_a_gpu(monkeypatch, tmp_path):
         assert torch.cuda.get_sync_debug_mode() == 2
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() < peak + 2**25, "the measurement's memory is no peak of the program's"
+    assert torch.cuda.max_memory_allocated() < peak + 2**27, "the measurement's memory is no peak of the program's"
     ((entry,),) = [entries.values() for entries in auto.choices().values()]
     assert {"native", "triton"} <= entry.ms.keys() | entry.left.keys()
     assert not entry.left, entry

@@ -1,5 +1,6 @@
 """Time the implementations of one call in turns, behind a check against the oracle."""
 
+import functools
 import itertools
 import statistics
 import threading
@@ -95,9 +96,15 @@ def _timed(case: sample.Sample, name: str) -> Callable[[], Any]:
     return _replay(run, case.call.x.device) if case.call.replayed and case.call.x.is_cuda else run
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # One for all measurements: cuBLAS keeps a workspace for every stream that it has seen.
+    return torch.cuda.Stream(device)
+
+
 def _replay(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """Replays what `function` launches, from a CUDA graph."""
-    stream = torch.cuda.Stream(device)
+    stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         # Libraries allocate their workspaces, and kernels are compiled, at the first calls on a stream.
@@ -120,7 +127,7 @@ def in_turns(functions: dict[str, Callable[[], Any]], clock: Clock) -> dict[str,
     In each turn a function runs alone for a while, and the first third of it does not count: a GPU at its power limit
     needs that while to settle on the clock that goes with it.
     """
-    first = {name: statistics.median(clock(function, 3)) for name, function in functions.items()}
+    first = {name: clock(function, 1)[0] for name, function in functions.items()}
     slice_ms = 1e3 * BUDGET_S / ROUNDS / max(len(functions), 1)
     counts = {name: min(max(int(slice_ms / max(ms, 1e-3)), CALLS[0]), CALLS[1]) for name, ms in first.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
