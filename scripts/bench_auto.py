@@ -167,9 +167,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--op", nargs="*", default=ops, choices=ops)
     parser.add_argument("--match", help="only cells whose name contains this")
     parser.add_argument("--impls", nargs="*", help="candidates; by default what auto measures by itself")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--settle", type=int, default=40, help="ms of running before measuring, per round")
-    parser.add_argument("--rep", type=int, default=30, help="ms of measuring, per round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--settle", type=int, default=30, help="ms of running before measuring, per round")
+    parser.add_argument("--rep", type=int, default=25, help="ms of measuring, per round")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args(arguments)
 

@@ -125,7 +125,7 @@ def _follow(flow: Flow, tree: ast.FunctionDef, me: str, statement: ast.stmt, res
     if following is None or not isinstance(following, _SIMPLE) or _reads(following, variable) != 1:
         return
     # Afterwards the variable has to be gone, or to stand for what was made of it.
-    if _target(following) != variable and _reads(tree, variable) != 1:
+    if _target(following) != variable and _is_read_later(tree, variable, following):
         return
     if isinstance(following, ast.AugAssign):
         return
@@ -213,6 +213,17 @@ def _target(statement: ast.stmt) -> str | None:
 
 def _reads(node: ast.AST, variable: str) -> int:
     return sum(isinstance(n, ast.Name) and n.id == variable and isinstance(n.ctx, ast.Load) for n in ast.walk(node))
+
+
+def _is_read_later(tree: ast.AST, variable: str, statement: ast.stmt) -> bool:
+    """Whether a variable may be read after a statement; in a loop what stands before it comes after it too."""
+    if any(isinstance(n, ast.For | ast.While) for n in ast.walk(tree)):
+        return _reads(tree, variable) != _reads(statement, variable)
+    end = (statement.end_lineno or 0, statement.end_col_offset or 0)
+    return any(
+        isinstance(n, ast.Name) and n.id == variable and isinstance(n.ctx, ast.Load) and (n.lineno, n.col_offset) >= end
+        for n in ast.walk(tree)
+    )
 
 
 def _blocks(tree: ast.AST) -> list[list[ast.stmt]]:

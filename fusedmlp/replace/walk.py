@@ -23,14 +23,15 @@ class Walk:
         self.modules = dict(model.named_modules())
         self.uses = Counter(id(child) for module in self.modules.values() for child in module._modules.values())
         self.flows = {name: self._flow(module) for name, module in self.modules.items()}
-        self.outside = {name: set[str]() for name in self.modules}
         self.handled: set[int] = set()  # activations that the report speaks of
 
     @staticmethod
     def _flow(module: nn.Module) -> Flow:
         known = isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
-        if isinstance(module, (*OURS, torch.jit.ScriptModule)) or "forward" in vars(module):
+        if isinstance(module, (*OURS, torch.jit.ScriptModule)):
             return Flow()
+        if "forward" in vars(module):
+            return Flow(unreadable=f"the forward of this {type(module).__name__} is replaced on the instance")
         if type(module).__module__.startswith("torch.") and not known:
             return Flow()
         return flow.of(module)

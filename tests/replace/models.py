@@ -126,6 +126,42 @@ class FunctionAttribute(nn.Module):
         return hidden * 2
 
 
+class Returned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(D, D), nn.GELU()
+
+    def forward(self, x):
+        x = self.fc(x)
+        return self.act(x)
+
+
+class Residual(nn.Module):
+    """The input's variable stays in use beside those of the MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, H), nn.GELU(), nn.Linear(H, D)
+
+    def forward(self, x):
+        h = self.fc1(x)
+        a = self.act(h)
+        return x + self.fc2(a)
+
+
+class Repeated(nn.Module):
+    """One layer several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(D, D), nn.GELU()
+
+    def forward(self, x):
+        for _ in range(3):
+            x = x + self.act(self.fc(x))
+        return x
+
+
 def sequential(drop=0.1):
     return nn.Sequential(
         nn.LayerNorm(D), nn.Linear(D, H), nn.GELU(), nn.Dropout(drop), nn.Linear(H, D), nn.Dropout(drop)
@@ -148,6 +184,9 @@ REPLACED = {
     "inline": (Inline, (0, 1, 0)),
     "variables": (OverVariables, (0, 3, 0)),
     "gated": (Gated, (0, 1, 0)),
+    "returned": (Returned, (0, 1, 0)),
+    "residual": (Residual, (0, 1, 0)),
+    "repeated": (Repeated, (0, 1, 0)),
     "method": (Method, (1, 0, 1)),
     "function": (FunctionAttribute, (0, 1, 0)),
     "encoder": (

@@ -95,6 +95,25 @@ class Conditional(Uses):
         return self.fc2(h)
 
 
+class ReadInTheNextRound(Uses):
+    def forward(self, x):
+        h = x
+        for _ in range(2):
+            x = x + h
+            h = self.fc1(x)
+            y = self.act(h)
+        return self.fc2(y)
+
+
+class ReadLater(Uses):
+    def forward(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        if self.training:
+            y = y + h
+        return self.fc2(y)
+
+
 class PassedOn(Uses):
     def forward(self, x):
         return self.fc2(self.helper(self.act, self.fc1(x)))
@@ -162,6 +181,12 @@ CASES = {
     "called twice": (CalledTwice, "the result of fc1 goes elsewhere"),
     "activation elsewhere": (ActElsewhere, "uses act for something else too"),
     "conditional": (Conditional, "does not apply it to the result of a linear layer alone"),
+    "read in the next round": (ReadInTheNextRound, "does not apply it to the result of a linear layer alone"),
+    "read later": (ReadLater, "does not apply it to the result of a linear layer alone"),
+    "forward of the instance": (
+        lambda: mlp(lambda m: setattr(m, "forward", m.forward)),
+        "forward of this Mlp is replaced on the instance",
+    ),
     "passed on": (PassedOn, "does not apply it to the result of a linear layer alone"),
     "function": (FunctionalGELU, "a call of F.gelu in FunctionalGELU"),
     "indexed": (Reaches, "Reaches calls parts of Sequential by itself"),
