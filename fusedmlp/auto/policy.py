@@ -91,9 +91,11 @@ def _measure(call: Call, names: list[str], where: str, key: str) -> Entry | None
     """Measures, unless another process has meanwhile, and shares the result."""
 
     def found() -> bool:
-        """Whether the file has it by now; reads the file anew."""
+        """Whether somebody has measured it by now; reads the file anew, beside what could not be written to it."""
         global _known
-        _known = table.read()
+        _known = _known or {}
+        for place, entries in table.read().items():
+            _known.setdefault(place, {}).update(entries)
         entry = _lookup(where, key)
         return entry is not None and entry.covers(names)
 
