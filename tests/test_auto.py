@@ -376,12 +376,33 @@ def test_wrong_settings_are_named(stopwatch, monkeypatch):
         linear_gelu()
 
 
-def test_replayed_work_is_measured_apart(stopwatch):
+def test_replayed_work_has_choices_of_its_own(stopwatch, monkeypatch):
+    once = measure._measure
+
+    def both(call, names):
+        launched, _ = once(call, names)
+        return launched, policy.Entry({"native": 1.0, "manual": 2.0})
+
+    monkeypatch.setattr(measure, "_measure", both)
     linear_gelu()
+    # A capture forbids measurements, and the choice is known.
     with auto.replayed():
-        linear_gelu()
-    assert len(stopwatch.measured) == 2
-    assert sum(key.endswith("replayed") for key in auto.used()) == 1
+        in_a_capture()
+    assert len(stopwatch.measured) == 1
+    assert {key.endswith("replayed"): name for key, name in auto.used().items()} == {False: "manual", True: "native"}
+
+
+def test_what_cannot_be_captured_is_left_for_replays_only(monkeypatch):
+    def replay(function, device):
+        if function() == "b":
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return function
+
+    monkeypatch.setattr(measure, "_replay", replay)
+    clock = measure.HostClock(torch.device("cpu"))
+    entry = measure._replayed({"a": lambda: "a", "b": lambda: "b"}, {"c": "wrong"}, clock, torch.device("cpu"))
+    assert list(entry.ms) == ["a"]
+    assert entry.left == {"c": "wrong", "b": "RuntimeError: operation not permitted when stream is capturing"}
 
 
 def test_turns_are_taken_and_the_first_third_of_each_does_not_count():

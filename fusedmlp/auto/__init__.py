@@ -93,10 +93,11 @@ def import_table(file: Path | str) -> int:
 
 @contextmanager
 def replayed() -> Iterator[None]:
-    """Within this context choices are made for work that a CUDA graph replays: the GPU's time alone decides.
+    """Within this context choices are those for work that a CUDA graph replays: the GPU's time alone decides.
 
-    For the warm-up before a capture, and the capture itself. Eager calls of small ops are bound by the host, where the
-    implementation with the cheapest call wins, which says little about their kernels.
+    For the capture itself. Calls one by one of small ops are bound by the host, where the implementation with the
+    cheapest call wins, which says little about its kernels. Both are measured when a call is first made, so that a
+    warm-up before the capture, in this context or not, is enough.
     """
     from fusedmlp.impls import auto
 

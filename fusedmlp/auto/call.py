@@ -16,6 +16,7 @@ from torch import Tensor
 import fusedmlp
 
 PACKAGE = Path(__file__).parents[1]
+REPLAYED = " replayed"  # how the keys of calls end that a CUDA graph replays
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,7 @@ class Call:
             parts.append("tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee")
         if self.op == "mlp" and (keep := os.environ.get("FUSEDMLP_MLP_KEEP")):
             parts.append(f"keep={keep}")
-        if self.replayed:
-            parts.append("replayed")
-        return " ".join(parts)
+        return " ".join(parts) + (REPLAYED if self.replayed else "")
 
     def _gradients(self) -> str:
         x, *parameters = self.needs

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 
 from fusedmlp import impls
 from fusedmlp.auto import table
-from fusedmlp.auto.call import Call, environment
+from fusedmlp.auto.call import REPLAYED, Call, environment
 from fusedmlp.auto.candidates import BASELINE, best, candidates, fastest, known_here, ready
 from fusedmlp.auto.measure import measure
 from fusedmlp.auto.moment import obstacle
@@ -106,24 +107,27 @@ def _measure(call: Call, names: list[str], where: str, key: str) -> Entry | None
         if found():
             return _lookup(where, key)
         try:
-            entry = measure(call, names)
+            launched, replayed = measure(call, names)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             _failed.add((where, key))
             _say_once("impl=auto: a sample of a call does not fit into the memory that is left, so native runs for it")
             return None
-        _remember(where, key, entry, alone)
-        return entry
+        found_now = {replace(call, replayed=False).key(): launched}
+        if replayed is not None:
+            found_now[replace(call, replayed=True).key()] = replayed
+        _remember(where, found_now, alone)
+        return _lookup(where, key)
 
 
-def _remember(where: str, key: str, entry: Entry, alone: bool) -> None:
+def _remember(where: str, entries: dict[str, Entry], alone: bool) -> None:
     global _known
     _known = _known or {}
-    _known.setdefault(where, {})[key] = entry
+    _known.setdefault(where, {}).update(entries)
     if not alone:
         return
     try:
-        table.merge({where: {key: entry}})
+        table.merge({where: entries})
     except OSError as error:
         _say_once(f"impl=auto: choices cannot be kept in {table.path()} ({error.strerror}); every process measures")
 
@@ -132,7 +136,9 @@ def _lookup(where: str, key: str) -> Entry | None:
     global _known
     if _known is None:
         _known = table.read()
-    return _known.get(where, {}).get(key)
+    entries = _known.get(where, {})
+    # Where replaying makes no difference there is one entry for both.
+    return entries.get(key) or entries.get(key.removesuffix(REPLAYED))
 
 
 def while_traced(op: str, option: str | int, dtype: torch.dtype, device_type: str, gradients: bool) -> str:
