@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ class TorchModule(nn.Module):
 
     Args:
         target: what builds the module: `my_package.Net` (imported, also from the current directory), `timm:<name>` (a
-            timm model with random weights), or `hf:<model type or folder>` (a Hugging Face causal language model with
-            random weights, from the defaults of its type, such as gpt2, or from the config.json in a folder). Nothing
-            is downloaded.
+            timm model with random weights), or `hf:<model type or folder>` (a Hugging Face causal language model or
+            image classifier with random weights, from the defaults of its type, such as gpt2, or from the config.json
+            in a folder). Nothing is downloaded.
         kwargs: keyword arguments of what `target` names: of the class, of the timm model, or of the config.
         dim: not used here; in a config, what kwargs can refer to.
         context: T.
@@ -155,9 +155,14 @@ def _hugging_face(name: str, **kwargs: Any) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(Path(name).expanduser(), local_files_only=True, **kwargs)
     else:
         config = transformers.AutoConfig.for_model(name, **kwargs)
-    # Keys and values of earlier tokens are for generation.
-    config.use_cache = False
-    return transformers.AutoModelForCausalLM.from_config(config)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # keys and values of earlier tokens are for generation
+    for family in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification):
+        with suppress(ValueError):  # a type of model that the family does not have
+            return family.from_config(config)
+    raise UserError(
+        f"model.target=hf:{name} is neither a causal language model nor an image classifier; name its class"
+    )
 
 
 def _logits(output: Any) -> Tensor:

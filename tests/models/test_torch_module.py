@@ -157,18 +157,23 @@ def test_the_loop_trains_it_and_records_what_ran(package, tmp_path):
     ("target", "kwargs", "library"),
     [
         ("hf:gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 256}, "transformers"),
+        (
+            "hf:vit",
+            {"image_size": 32, "num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 2, "num_labels": 256},
+            "transformers",
+        ),
         ("timm:vit_tiny_patch16_224", {"depth": 1, "num_classes": 256, "img_size": 32}, "timm"),
     ],
 )
 def test_libraries_models_by_name(target, kwargs, library, tmp_path):
     pytest.importorskip(library)
-    picture = {"context": 3 * 32 * 32, "inputs": "image", "image_shape": [3, 32, 32]} if library == "timm" else {}
+    picture = {"context": 3 * 32 * 32, "inputs": "image", "image_shape": [3, 32, 32]} if "vit" in target else {}
     model = TorchModule(target, kwargs, **picture)
     tokens = torch.randint(0, 256, (2, model.context))
     assert model(tokens).shape[-1] == 256
     assert len(model.report) == 1
     assert model.flops_per_sample() > 0
-    if library == "transformers":
+    if target == "hf:gpt2":
         model.net.config.save_pretrained(tmp_path)
         again = TorchModule(f"hf:{tmp_path}")
         assert again(tokens).shape == (2, 128, 256)
