@@ -130,7 +130,13 @@ def mlp_class(cls: type, method: str) -> type:
     whole = method == "forward"
     bases = (_Adopted, FusedMLP, cls) if whole else (_Adopted, cls)
     name = "FusedMLP" if whole else f"Fused{cls.__name__}"
-    return type(name, bases, {method: _Adopted._mlp, "__doc__": cls.__doc__, "__module__": __name__})
+
+    # With the signature of what it stands for: some models count the parameters of their methods.
+    @functools.wraps(getattr(cls, method))
+    def run(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return self._mlp(*args, **kwargs)
+
+    return type(name, bases, {method: run, "__doc__": cls.__doc__, "__module__": __name__})
 
 
 def _rebuild(cls: type, method: str) -> nn.Module:
