@@ -14,7 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from fusedmlp.profiling.relaunch import relaunch
-from fusedmlp.sweep import isolated
+from fusedmlp.sweep import plugin
 from fusedmlp.sweep.job import GROUP, join_sweep
 from fusedmlp.training.cli import Jobs, launch, register_impls
 from fusedmlp.training.run import run
@@ -22,7 +22,7 @@ from fusedmlp.training.run import run
 jobs = Jobs()
 group = join_sweep()
 register_impls()
-isolated.register(jobs.ended_elsewhere)
+plugin.register(jobs.ended_elsewhere)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")

@@ -23,12 +23,16 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job's process ended: its exit code (minus the signal that killed it), and the last line it printed."""
+    """How a job's process ended: its exit code (minus the signal that killed it), and the last line it printed.
+
+    `lost` says why nobody knows, because the cluster lost the job; else it is None.
+    """
 
     exit_code: int
     timed_out: bool
     last_line: str
     seconds: float
+    lost: str | None = None
 
 
 class Signals:
@@ -144,6 +148,14 @@ def run_process(
     return Ended(process.returncode, limits.timed_out, output.last_line, time.monotonic() - began)
 
 
+def run_alone(command: Sequence[str], group: str, log: Path, timeout_s: float | None) -> Ended:
+    """`run_process` for a process that does nothing else, on another machine: what is printed goes into the log only.
+
+    Signals are not handed on: a cluster sends them to the job itself.
+    """
+    return run_process(command, environment_of(group), log, lambda line: None, Signals(), timeout_s)
+
+
 def _end_group(group: int, wait_s: float) -> None:
     """Kills what is left of a process group once it had `wait_s` seconds to end by itself."""
     until = time.monotonic() + wait_s
@@ -158,8 +170,10 @@ def _end_group(group: int, wait_s: float) -> None:
 
 
 def environment_of(group: str) -> dict[str, str]:
-    """The environment of a job: this process's, the sweep's group, and whom not to outlive."""
-    return os.environ | {GROUP: group, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    """The environment of a job: this process's, the sweep's group, whom not to outlive, and a traceback of a crash."""
+    return os.environ | {
+        GROUP: group, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
+    }  # fmt: skip
 
 
 def join_sweep() -> str | None:

@@ -3,8 +3,9 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fusedmlp.errors import UserError
 
@@ -23,6 +24,8 @@ class Job:
     status: str = WAITING
     reason: str | None = None
     seconds: float | None = None
+    # What is known of it before it has written anything, while it runs.
+    start: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def done(self) -> bool:
@@ -31,6 +34,10 @@ class Job:
     @property
     def ended(self) -> bool:
         return self.status not in (WAITING, RUNNING)
+
+    def row(self) -> dict[str, Any]:
+        """What sweep.json keeps of it."""
+        return {name: value for name, value in asdict(self).items() if name != "start"}
 
     def _is(self, overrides: Sequence[str], repeat: int) -> bool:
         return sorted(self.overrides) == sorted(overrides) and self.repeat == repeat
@@ -62,7 +69,7 @@ class Ledger:
             raise UserError(f"sweep.resume={folder}: {FILE} is damaged: {error}") from error
 
     def write(self) -> None:
-        content = {"command": self.command, "jobs": [asdict(job) for job in self.jobs]}
+        content = {"command": self.command, "jobs": [job.row() for job in self.jobs]}
         partial = self.folder / f"{FILE}.partial"
         partial.write_text(json.dumps(content, indent=2) + "\n")
         os.replace(partial, self.folder / FILE)

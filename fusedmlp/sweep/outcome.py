@@ -18,16 +18,16 @@ def read(folder: Path) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def settle(folder: Path, start: dict[str, Any], ended: Ended, timeout_s: float | None, stopped: bool) -> dict[str, Any]:
+def settle(folder: Path, start: dict[str, Any], ended: Ended, limit: str | None, stopped: bool) -> dict[str, Any]:
     """The fields of a job that has ended; where its result.json does not tell the ending, it is written there.
 
     Args:
         start: what is known of the job without its result.json.
-        timeout_s: its time limit.
+        limit: its time limit, as the user set it.
         stopped: whether the user stopped the sweep.
     """
     fields = read(folder)
-    status, reason, hint = _ending(fields, ended, timeout_s, stopped)
+    status, reason, hint = _ending(fields, ended, limit, stopped)
     if (status, reason) != (fields.get("status"), fields.get("reason")):
         # Its reasons were those of the process, which knew nothing of a time limit.
         result = Result(folder, **(start | fields))
@@ -37,19 +37,21 @@ def settle(folder: Path, start: dict[str, Any], ended: Ended, timeout_s: float |
 
 
 def _ending(
-    fields: dict[str, Any], ended: Ended, timeout_s: float | None, stopped: bool
+    fields: dict[str, Any], ended: Ended, limit: str | None, stopped: bool
 ) -> tuple[str, str | None, str | None]:
     """Status, reason and hint."""
     status, reason, hint = fields.get("status"), fields.get("reason"), fields.get("hint")
-    ours = stopped or ended.timed_out
+    ours = stopped or ended.timed_out or ended.lost is not None
     if status in ("failed", "diverged") or (status == "completed" and (ours or ended.exit_code == 0)):
         return status, reason, hint
     if stopped:
         return "interrupted", reason or "stopped with the sweep", hint
     if ended.timed_out:
-        return "timed out", f"time limit: sweep.timeout={timeout_s:g} s", None
+        return "timed out", f"time limit: {limit}", None
     if status == "interrupted":
         return status, reason, hint
+    if ended.lost is not None:
+        return "failed", ended.lost, hint
     after = " after training" if status == "completed" else ""
     if ended.exit_code < 0:
         number = -ended.exit_code

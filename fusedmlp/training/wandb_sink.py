@@ -16,9 +16,11 @@ class WandbSink:
 
     Args:
         folder: the run's directory; the W&B files go into its wandb/.
+        job_type: the impl of a training run.
         group: the sweep that the run belongs to, or None.
         config: the resolved config.
         warn: prints one line to the user.
+        without: what becomes of the rest when W&B breaks, for that line.
     """
 
     def __init__(
@@ -26,12 +28,13 @@ class WandbSink:
         options: LoggerOptions,
         folder: Path,
         name: str,
-        impl: str,
+        job_type: str,
         group: str | None,
         config: Mapping[str, Any],
         warn: Callable[[str], None],
+        without: str = "training goes on",
     ):
-        self._warn, self._run = warn, None
+        self._warn, self._without, self._run = warn, without, None
         self.folder: Path | None = None
         if options.mode == "disabled":
             return
@@ -46,7 +49,7 @@ class WandbSink:
                 entity=options.entity,
                 name=name,
                 group=group,
-                job_type=impl,
+                job_type=job_type,
                 tags=options.tags,
                 config=dict(config),
                 dir=folder,
@@ -73,6 +76,19 @@ class WandbSink:
             name = f"{self._run.id}-{file.name.partition('.')[0]}"
             self._call("log_artifact", str(file), name, "trace")
 
+    def show(self, make: Callable[[Any], dict[str, Any]]) -> None:
+        """Logs tables and pictures by name, which `make` makes with the module wandb."""
+        if self._run is None:
+            return
+        try:
+            import wandb
+
+            contents = make(wandb)
+        except Exception as error:
+            self._give_up(error)
+        else:
+            self._call("log", contents)
+
     def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
         """Ends the W&B run; it is marked failed unless `exit_code` is 0."""
         if self._run is not None:
@@ -95,6 +111,4 @@ class WandbSink:
         self._run = None
         log.warning("Weights & Biases stopped", exc_info=error)
         lines = str(error).strip().splitlines()
-        self._warn(
-            f"warning: no Weights & Biases log ({lines[0] if lines else type(error).__name__}); training goes on"
-        )
+        self._warn(f"warning: no Weights & Biases log ({lines[0] if lines else type(error).__name__}); {self._without}")

@@ -98,7 +98,7 @@ def test_every_ending_has_a_status_and_a_reason_in_result_json(tmp_path, wrote, 
         (tmp_path / "result.json").touch()
     elif wrote is not None:
         Result(tmp_path, **START, checkpoint="last.ckpt").write(**wrote)
-    fields = outcome.settle(tmp_path, START, ended, 5.0, stopped)
+    fields = outcome.settle(tmp_path, START, ended, "sweep.timeout=5 s", stopped)
     kept = json.loads((tmp_path / "result.json").read_text())
     assert fields == kept
     assert (kept["status"], kept["reason"]) == (status, reason)

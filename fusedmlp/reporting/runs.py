@@ -1,0 +1,155 @@
+"""Reads runs from their directories: result.json, config.yaml, and what sweep.json says of jobs that wrote neither."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fusedmlp.errors import UserError
+from fusedmlp.sweep import ledger
+from fusedmlp.training import result
+
+# Overrides that say where a run is kept and how the sweep goes on, not what is run.
+_BOOKKEEPING = ("hydra.", "hydra/", "sweep.", "resume", "impl")
+
+
+@dataclass
+class Run:
+    """One run, or a job of a sweep that waits for its turn (status "waiting", no folder).
+
+    Args:
+        fields: result.json.
+        config: config.yaml, everything resolved; empty if the run did not come so far.
+        root: the directory that it was found in: its sweep's, or its own.
+        repeat: counts from 0.
+    """
+
+    root: Path
+    folder: Path | None
+    fields: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    repeat: int = 0
+
+    @property
+    def status(self) -> str:
+        return self.fields.get("status", "unknown")
+
+    @property
+    def impl(self) -> str:
+        return str(self.fields.get("impl") or self.overrides.get("impl") or "unknown")
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """Key -> value of the command line, as text."""
+        pairs = (word.partition("=") for word in self.fields.get("overrides") or [])
+        return {key.lstrip("+~"): value.strip("'\"") for key, _, value in pairs}
+
+    @property
+    def speed(self) -> dict[str, Any]:
+        return self.fields.get("throughput") or {}
+
+    @property
+    def final_loss(self) -> tuple[str, float] | None:
+        """What was measured ("validation" or "training") and the value, in nats per token."""
+        for kind, name in (("validation", "final_val_loss"), ("training", "final_train_loss")):
+            if self.fields.get(name) is not None:
+                return kind, float(self.fields[name])
+        return None
+
+    def keys(self) -> list[str]:
+        """The keys of its overrides that say what is run."""
+        return [key for key in self.overrides if key != "dim" and not key.startswith(_BOOKKEEPING)]
+
+    def value(self, key: str) -> str:
+        """The value of a key of the config, or the choice in a config group, as text; "default" if it is not known."""
+        node: Any = self.config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        known = node is not None and not isinstance(node, dict)
+        return _text(node if known else self.overrides.get(key, "default"))
+
+
+def _text(value: Any) -> str:
+    """As on the command line, and the same for all ways to write a number."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        number = float(value)
+        return str(int(number)) if number.is_integer() else repr(number)
+    except (TypeError, ValueError, OverflowError):
+        return str(value)
+
+
+def load(folders: Sequence[Path]) -> list[Run]:
+    """All runs in or below `folders`: runs, sweeps, or whatever holds them. Raises: UserError if one holds none."""
+    runs: dict[Path, Run] = {}
+    waiting: list[Run] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no directory; give directories of runs or sweeps")
+        found = [*_sweeps(folder), *_single(folder)]
+        if not found:
+            raise UserError(f"{folder} holds no run: neither {result.FILE} nor {ledger.FILE} in it or below it")
+        for run in found:
+            if run.folder is None:
+                waiting.append(run)
+            else:
+                # The first to name a run is its sweep, which knows its repeats.
+                runs.setdefault(run.folder.resolve(), run)
+    everything = [*runs.values(), *waiting]
+    for run in everything:
+        _complete(run, everything)
+    return everything
+
+
+def _complete(run: Run, others: Sequence[Run]) -> None:
+    """Gives a run that has no config that of a run of its sweep with the same overrides, but for impl."""
+    if run.config and run.fields.get("model"):
+        return
+    own = {key: value for key, value in run.overrides.items() if key != "impl"}
+    for peer in others:
+        same = peer.root == run.root and {key: value for key, value in peer.overrides.items() if key != "impl"} == own
+        if same and peer.config and peer.fields.get("model"):
+            run.config = run.config or peer.config
+            run.fields = {name: peer.fields[name] for name in ("model", "dim")} | run.fields
+            return
+
+
+def _sweeps(folder: Path) -> Iterable[Run]:
+    for file in sorted(folder.rglob(ledger.FILE)):
+        sweep = ledger.Ledger.read(file.parent)
+        for job in sweep.jobs:
+            start = {"overrides": job.overrides, "status": job.status, "reason": job.reason}
+            place = None if job.folder is None else sweep.folder / job.folder
+            if place is None or not place.is_dir():
+                yield Run(sweep.folder, None, start, {}, job.repeat)
+            else:
+                run = _read(place, sweep.folder)
+                # What the sweep knows of the ending comes after what the process could write.
+                known = start if job.ended or not run.fields else {}
+                yield Run(sweep.folder, place, run.fields | known, run.config, job.repeat)
+
+
+def _single(folder: Path) -> Iterable[Run]:
+    """Runs outside of sweeps; in one, sweep.json says which attempt of a job counts."""
+    sweeps = {file.parent for file in folder.rglob(ledger.FILE)}
+    for file in sorted(folder.rglob(result.FILE)):
+        if not any(sweep in file.parents for sweep in sweeps):
+            run = _read(file.parent, file.parent)
+            if run.fields:
+                yield run
+
+
+def _read(folder: Path, root: Path) -> Run:
+    try:
+        fields = json.loads((folder / result.FILE).read_text())
+    except (OSError, ValueError):
+        fields = {}
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        config = {}
+    return Run(root, folder, fields if isinstance(fields, dict) else {}, config if isinstance(config, dict) else {})

@@ -1,0 +1,148 @@
+"""What Hydra launchers of sweeps share: the list of jobs, their endings, progress, the report, going on later."""
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from fusedmlp.errors import UserError
+from fusedmlp.sweep import outcome, progress
+from fusedmlp.sweep.command import job_command, of_the_job, resume_command
+from fusedmlp.sweep.job import Ended, Signals
+from fusedmlp.sweep.ledger import COMPLETED, RUNNING, Job, Ledger, labels
+from fusedmlp.sweep.reporter import Reporter
+from fusedmlp.training.interrupt import Interrupted
+from fusedmlp.training.options import SweepOptions, build
+
+CONSOLE = "console.log"
+
+
+class SweepLauncher(Launcher):
+    """Runs the jobs that Hydra's sweeper composes; how they run is `run_all` of a subclass."""
+
+    # Told the fields of result.json of every job that has ended.
+    report: Callable[[dict[str, Any]], None]
+    # Whether what a job prints is shown, and so how it ended too.
+    streams = True
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Raises: UserError for a wrong value in `sweep`, or a directory that cannot be gone on with or begun in."""
+        self.loader, self.config = hydra_context.config_loader, config
+        values: Any = OmegaConf.to_container(config.sweep, resolve=True)
+        self.options: SweepOptions = build("sweep", values, SweepOptions)
+        if self.options.resume is not None:
+            self.ledger = Ledger.read(Path(self.options.resume).expanduser())
+            self._take_up()
+            with read_write(config), open_dict(config):
+                config.hydra.sweep.dir = str(self.ledger.folder)
+        else:
+            self.ledger = Ledger.new(Path(config.hydra.sweep.dir), shlex.join(["python", *sys.argv]))
+        timeout = self.options.timeout
+        self.limit = None if timeout is None else f"sweep.timeout={timeout:g} s"
+        self.group = "-".join(self.ledger.folder.absolute().parts[-2:])
+        self.reporter = Reporter(self.ledger.folder, self.group)
+        self.measured: list[float] = []
+        self.speeds: dict[int, float] = {}
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs every job that has not completed. Raises: Interrupted once the user has stopped the sweep."""
+        setup_globals()
+        self.jobs = self._plan([of_the_job(words) for words in job_overrides])
+        self.names = labels(self.jobs)
+        self.ledger.folder.mkdir(parents=True, exist_ok=True)
+        self.ledger.write()
+        for job in self.jobs:
+            if job.done:
+                self._told(job, outcome.read(self.ledger.folder / str(job.folder)))
+        if self.speeds:
+            self._show_progress()
+        with Signals() as signals:
+            self.run_all([job for job in self.jobs if not job.done], signals)
+        for line in self.reporter.close():
+            print(line, flush=True)
+        if not all(job.done for job in self.jobs):
+            again = resume_command(self.config, self.ledger.folder, self.options.timeout)
+            print(f"next       {again}   # what has not completed", flush=True)
+        if signals.received:
+            raise Interrupted(signals.received[0])
+        return [_returned() for _ in job_overrides]
+
+    def run_all(self, jobs: Sequence[Job], signals: Signals) -> None:
+        """Begins and ends every job, until a signal is received."""
+        raise NotImplementedError
+
+    def begin(self, job: Job) -> tuple[list[str], Path]:
+        """Makes the directory of a job; returns the command that runs it there, and that directory."""
+        composed = self.loader.load_sweep_config(self.config, job.overrides)
+        with read_write(composed), open_dict(composed):
+            composed.hydra.job.id = str(job.index)
+            composed.hydra.job.num = job.index
+        folder = self.ledger.claim(job, str(composed.hydra.sweep.subdir))
+        job.status, job.reason = RUNNING, None
+        self.ledger.write()
+        self.reporter.logger = OmegaConf.to_container(composed.logger, resolve=True)
+        command = job_command(self.config, job.overrides, folder.absolute(), job.index)
+        job.start = {"command": shlex.join(["python", *command[1:]]), "overrides": job.overrides, "group": self.group}
+        job.start |= {name: composed.get(name) for name in ("impl", "dim", "seed")}
+        return command, folder
+
+    def end(self, job: Job, ended: Ended, signals: Signals) -> None:
+        """Records what came of a job, and says so if it could not say it itself."""
+        folder = self.ledger.folder / str(job.folder)
+        said = outcome.read(folder).get("status")
+        fields = outcome.settle(folder, job.start, ended, self.limit, bool(signals.received))
+        job.status, job.reason, job.seconds = fields["status"], fields["reason"], round(ended.seconds, 3)
+        self.measured.append(ended.seconds)
+        self.ledger.write()
+        self.reporter.update()
+        if job.status != said or not self.streams:
+            print(self.prefix(job), job.status + (f": {job.reason}" if job.reason else ""), flush=True)
+        self._told(job, fields)
+        self._show_progress()
+
+    def prefix(self, job: Job) -> str:
+        """What a line about a job begins with."""
+        return f"[{self.jobs.index(job) + 1}/{len(self.jobs)} {self.names[job.index]}".rstrip() + "]"
+
+    def _take_up(self) -> None:
+        """Jobs that completed after their sweep had been killed have completed."""
+        for job in self.ledger.jobs:
+            if job.status == RUNNING and outcome.read(self.ledger.folder / str(job.folder)).get("status") == COMPLETED:
+                job.status = COMPLETED
+
+    def _plan(self, overrides: list[list[str]]) -> list[Job]:
+        if self.options.resume is None:
+            return self.ledger.plan(overrides, self.options.repeats)
+        if overrides == [[]]:
+            return self.ledger.jobs
+        known = len(self.ledger.jobs)
+        jobs = self.ledger.plan(overrides, self.options.repeats)
+        if all(job.index >= known for job in jobs):
+            raise UserError(
+                f"sweep.resume={self.options.resume}: none of its jobs has these overrides; give none, or those of "
+                f"{self.ledger.command}"
+            )
+        return jobs
+
+    def _told(self, job: Job, fields: dict[str, Any]) -> None:
+        speed = fields.get("throughput") or {}
+        if job.done and speed.get("tokens_per_s") is not None:
+            self.speeds[job.index] = speed["tokens_per_s"]
+        if fields:
+            type(self).report(fields)
+
+    def _show_progress(self) -> None:
+        print(f"\n{progress.line(self.jobs, self.speeds, self.names, self.measured)}\n", flush=True)
+
+
+def _returned() -> JobReturn:
+    """What Hydra's sweeper asks of a job; how it ended is in sweep.json."""
+    result = JobReturn()
+    result.return_value, result.status = None, JobStatus.COMPLETED
+    return result

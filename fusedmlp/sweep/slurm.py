@@ -1,0 +1,137 @@
+"""Hydra launcher `slurm`: every job of a sweep as a job of Slurm, through submitit."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import fusedmlp
+from fusedmlp.errors import UserError
+from fusedmlp.sweep.job import GRACE_S, Ended, Signals, run_alone
+from fusedmlp.sweep.launcher import CONSOLE, SweepLauncher
+from fusedmlp.sweep.ledger import Job
+
+CLUSTERS = ("slurm", "local")
+_POLL_S = 1.0
+
+
+class SlurmLauncher(SweepLauncher):
+    """Submits the jobs and waits for all of them.
+
+    The stock launcher of hydra-submitit-launcher waits for them in their order and raises at the first that was killed;
+    here its keys are used, and each job ends as in `isolated`.
+
+    Args:
+        cluster: "slurm", or "local" for processes on this machine, all at once.
+        params: keys of hydra-submitit-launcher's configuration of Slurm.
+    """
+
+    # Where Hydra finds it; see fusedmlp/sweep/plugin.py.
+    __module__ = "hydra_plugins.fusedmlp"
+    streams = False
+
+    def __init__(self, cluster: str, **params: Any):
+        self.cluster, self.params = cluster, params
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Raises: UserError for a wrong value, or where submitit or Slurm is missing."""
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        if self.cluster not in CLUSTERS:
+            raise UserError(f"hydra.launcher.cluster={self.cluster} is unknown; accepted: {', '.join(CLUSTERS)}")
+        self.executor, limit_s = make_executor(self.cluster, self.params, self.ledger.folder / ".submitit")
+        # Before Slurm's own limit, so that a job that reaches it has the time for a checkpoint and its result.
+        self.limit_s = self.options.timeout or limit_s
+        if limit_s < self.limit_s or self.limit is None:
+            self.limit_s, self.limit = limit_s, f"hydra.launcher.timeout_min={self.params.get('timeout_min')}"
+
+    def run_all(self, jobs: Sequence[Job], signals: Signals) -> None:
+        if not jobs:
+            return
+        running: dict[int, Any] = {}
+        began = time.monotonic()
+        with _importable(), self.executor.batch():
+            for job in jobs:
+                command, folder = self.begin(job)
+                console = folder.absolute() / CONSOLE
+                running[job.index] = self.executor.submit(run_alone, command, self.group, console, self.limit_s)
+        for job in jobs:
+            print(self.prefix(job), f"{self.cluster} job {running[job.index].job_id}", flush=True)
+        by_index = {job.index: job for job in jobs}
+        stop_at: float | None = None
+        while running:
+            if signals.received and stop_at is None:
+                stop_at = time.monotonic() + 2 * GRACE_S
+                for submitted in running.values():
+                    submitted.cancel(check=False)
+            given_up = stop_at is not None and time.monotonic() > stop_at
+            for index in [index for index, submitted in running.items() if given_up or submitted.done()]:
+                self.end(by_index[index], ending(running.pop(index), time.monotonic() - began), signals)
+            if running:
+                time.sleep(_POLL_S)
+
+
+def make_executor(cluster: str, params: dict[str, Any], folder: Path) -> tuple[Any, float]:
+    """submitit's executor with these parameters, and the seconds that a job may take within Slurm's time limit.
+
+    Raises: UserError.
+    """
+    try:
+        import submitit
+        from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, SlurmQueueConf
+    except ImportError as error:
+        raise UserError(f"hydra/launcher=slurm needs submitit ({error}): pip install 'fusedmlp[slurm]'") from error
+    try:
+        merged: Any = OmegaConf.merge(OmegaConf.structured(SlurmQueueConf(submitit_folder="", name="fusedmlp")), params)
+    except OmegaConfBaseException as error:
+        raise UserError(f"hydra.launcher: {str(error).splitlines()[0]}") from error
+    values: Any = OmegaConf.to_container(merged, resolve=True)
+    # At Slurm's signal submitit gives up on a job; by then it has to be through.
+    limit_s = 60.0 * values["timeout_min"] - values["signal_delay_s"] - GRACE_S
+    if limit_s <= 0:
+        raise UserError(
+            f"hydra.launcher.timeout_min={values['timeout_min']} leaves no time for a job: {GRACE_S:g} s are for its "
+            f"last checkpoint and signal_delay_s={values['signal_delay_s']} s for Slurm"
+        )
+    own = {"submitit_folder", "max_num_timeout", "_target_"}
+    shared = set(BaseQueueConf.__dataclass_fields__)
+    given = {
+        name if name in shared else f"slurm_{name}": value
+        for name, value in values.items()
+        if name not in own and value is not None
+    }
+    try:
+        executor = submitit.AutoExecutor(folder=folder / "%j", cluster=cluster, slurm_max_num_timeout=0)
+        executor.update_parameters(**given)
+    except Exception as error:
+        raise UserError(f"hydra/launcher=slurm cannot be used here: {str(error).splitlines()[0]}") from error
+    return executor, limit_s
+
+
+def ending(submitted: Any, seconds: float) -> Ended:
+    """How a job that is done ended; what Slurm says of one that could not tell it."""
+    failure = submitted.exception()
+    if failure is None:
+        return submitted.result()
+    state = f"{submitted.state}".lower().replace("_", " ")
+    return Ended(1, False, "", seconds, lost=f"lost by the cluster: {state}; {submitted.paths.stderr}")
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Where this package is, for the Python that submitit starts elsewhere."""
+    before = os.environ.get("PYTHONPATH")
+    here = str(Path(fusedmlp.__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
