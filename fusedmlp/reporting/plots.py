@@ -54,19 +54,21 @@ def panels(groups: Sequence[Group], names: dict[Machine, str]) -> list[Panel]:
         found.setdefault((group.machine, rest), []).append(group)
     several = len({machine for machine, _ in found}) > 1
     return [
-        Panel(title(rest) + (f"; {names[machine]}" if several else ""), key, members)
+        Panel(title(rest if len(members) > 1 else members[0].setting) + (f"; {names[machine]}" if several else ""),
+              key or "", members)
         for (machine, rest), members in found.items()
-    ]
+    ]  # fmt: skip
 
 
-def _along_x(groups: Sequence[Group]) -> str:
+def _along_x(groups: Sequence[Group]) -> str | None:
+    """The key with several values, all of them numbers; dim before others, None if there is none."""
     values: dict[str, set[str]] = {}
     for group in groups:
         for key, value in group.setting:
             values.setdefault(key, set()).add(value)
     numbers = [key for key, all_values in values.items() if len(all_values) > 1 and
                all(sortable(value)[0] == 0 for value in all_values)]  # fmt: skip
-    return "dim" if "dim" in numbers or not numbers else numbers[-1]
+    return "dim" if "dim" in numbers else numbers[-1] if numbers else None
 
 
 def throughput(groups: Sequence[Group], names: dict[Machine, str]) -> list[Plot]:

@@ -85,8 +85,8 @@ def _text(value: Any) -> str:
 
 def load(folders: Sequence[Path]) -> list[Run]:
     """All runs in or below `folders`: runs, sweeps, or whatever holds them. Raises: UserError if one holds none."""
+    # The first to name a run is its sweep, which knows its repeats. Jobs that wait have no directory yet.
     runs: dict[Path, Run] = {}
-    waiting: list[Run] = []
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is no directory; give directories of runs or sweeps")
@@ -94,12 +94,8 @@ def load(folders: Sequence[Path]) -> list[Run]:
         if not found:
             raise UserError(f"{folder} holds no run: neither {result.FILE} nor {ledger.FILE} in it or below it")
         for run in found:
-            if run.folder is None:
-                waiting.append(run)
-            else:
-                # The first to name a run is its sweep, which knows its repeats.
-                runs.setdefault(run.folder.resolve(), run)
-    everything = [*runs.values(), *waiting]
+            runs.setdefault((run.folder or run.root).resolve() / str(run.fields.get("job", "")), run)
+    everything = list(runs.values())
     for run in everything:
         _complete(run, everything)
     return everything
@@ -125,7 +121,7 @@ def _sweeps(folder: Path) -> Iterable[Run]:
             start = {"overrides": job.overrides, "status": job.status, "reason": job.reason}
             place = None if job.folder is None else sweep.folder / job.folder
             if place is None or not place.is_dir():
-                yield Run(sweep.folder, None, start, {}, job.repeat)
+                yield Run(sweep.folder, None, start | {"job": job.index}, {}, job.repeat)
             else:
                 run = _read(place, sweep.folder)
                 # What the sweep knows of the ending comes after what the process could write.

@@ -135,7 +135,7 @@ def _number(value: float | None, places: int, *, exact: bool = False) -> Entry:
 
 
 def comparison(groups: Sequence[Group], names: dict[machines.Machine, str]) -> Table | None:
-    """The same configurations on several machines or commits beside each other; None where there is one of them."""
+    """The same configurations on several machines or commits beside each other; None if there are none."""
     found = list(dict.fromkeys(group.machine for group in groups))
     if len(found) < 2:
         return None
@@ -146,6 +146,8 @@ def comparison(groups: Sequence[Group], names: dict[machines.Machine, str]) -> T
     rows = []
     for setting in dict.fromkeys(group.setting for group in groups):
         placed = {group.machine: group for group in groups if group.setting == setting}
+        if len(placed) < 2:
+            continue
         for impl in dict.fromkeys(cell.impl for group in placed.values() for cell in group.cells):
             cells = [placed[machine].cell(impl) if machine in placed else None for machine in found]
             steps = [cell.step_ms if cell and cell.completed else None for cell in cells]
@@ -153,7 +155,7 @@ def comparison(groups: Sequence[Group], names: dict[machines.Machine, str]) -> T
             medians = [_number(step.median if step else None, 3) for step in steps]
             rows.append([Entry(title(setting), title(setting)), Entry(impl, impl), *medians, *ratios])
     heading = "; ".join(f"{name}: {names[machine]}" for name, machine in zip(letters, found, strict=True))
-    return Table(heading, columns, rows)
+    return Table(heading, columns, rows) if rows else None
 
 
 def letter(position: int) -> str:

@@ -12,11 +12,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from fusedmlp.errors import UserError
-from fusedmlp.sweep import outcome, progress
+from fusedmlp.sweep import lost_run, outcome, progress
 from fusedmlp.sweep.command import job_command, of_the_job, resume_command
 from fusedmlp.sweep.job import Ended, Signals
 from fusedmlp.sweep.ledger import COMPLETED, RUNNING, Job, Ledger, labels
-from fusedmlp.sweep.reporter import Reporter
+from fusedmlp.sweep.reporter import Reporter, guarded
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.options import SweepOptions, build
 
@@ -86,7 +86,9 @@ class SweepLauncher(Launcher):
         folder = self.ledger.claim(job, str(composed.hydra.sweep.subdir))
         job.status, job.reason = RUNNING, None
         self.ledger.write()
-        self.reporter.logger = OmegaConf.to_container(composed.logger, resolve=True)
+        job.logger = OmegaConf.to_container(composed.logger, resolve=True)
+        if self.reporter.logger is None or composed.logger.mode != "disabled":
+            self.reporter.logger = job.logger
         command = job_command(self.config, job.overrides, folder.absolute(), job.index)
         job.start = {"command": shlex.join(["python", *command[1:]]), "overrides": job.overrides, "group": self.group}
         job.start |= {name: composed.get(name) for name in ("impl", "dim", "seed")}
@@ -100,6 +102,7 @@ class SweepLauncher(Launcher):
         job.status, job.reason, job.seconds = fields["status"], fields["reason"], round(ended.seconds, 3)
         self.measured.append(ended.seconds)
         self.ledger.write()
+        guarded("Weights & Biases run", self.ledger.folder, lambda: lost_run.record(folder, fields, job.logger))
         self.reporter.update()
         if job.status != said or not self.streams:
             print(self.prefix(job), job.status + (f": {job.reason}" if job.reason else ""), flush=True)

@@ -24,8 +24,9 @@ class Job:
     status: str = WAITING
     reason: str | None = None
     seconds: float | None = None
-    # What is known of it before it has written anything, while it runs.
+    # What is known of it before it has written anything, and section `logger` of its config; not kept.
     start: dict[str, Any] = field(default_factory=dict, repr=False)
+    logger: Any = None
 
     @property
     def done(self) -> bool:
@@ -37,7 +38,7 @@ class Job:
 
     def row(self) -> dict[str, Any]:
         """What sweep.json keeps of it."""
-        return {name: value for name, value in asdict(self).items() if name != "start"}
+        return {name: value for name, value in asdict(self).items() if name not in ("start", "logger")}
 
     def _is(self, overrides: Sequence[str], repeat: int) -> bool:
         return sorted(self.overrides) == sorted(overrides) and self.repeat == repeat

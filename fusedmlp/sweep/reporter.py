@@ -9,6 +9,19 @@ from typing import Any
 ERRORS = "report-error.log"
 
 
+def guarded(what: str, folder: Path, work: Callable[[], object]) -> None:
+    """Does what must not end a sweep when it fails: then there is one line, and the traceback in a file in `folder`."""
+    try:
+        work()
+    except Exception as error:
+        print(f"warning: no {what}: {error} ({ERRORS})", flush=True)
+        try:
+            with open(folder / ERRORS, "a") as file:
+                traceback.print_exc(file=file)
+        except OSError:
+            pass  # the disk is full, as the warning says
+
+
 class Reporter:
     """Writes the report into the sweep's directory, in a thread: while the next job imports what it needs.
 
@@ -28,17 +41,17 @@ class Reporter:
     def update(self) -> None:
         """A job has ended: writes the report anew."""
         self._join()
-        self._thread = threading.Thread(target=self._guarded, args=("report", self._write), daemon=True)
+        self._thread = threading.Thread(target=guarded, args=("report", self.folder, self._write), daemon=True)
         self._thread.start()
 
     def close(self) -> list[str]:
         """Writes the report for the last time, and the summary in W&B; returns what to say."""
         self._join()
-        self._guarded("report", self._write)
+        guarded("report", self.folder, self._write)
         if self._result is None:
             return []
         if self.logger is not None:
-            self._guarded("Weights & Biases summary", self._summarize)
+            guarded("Weights & Biases summary", self.folder, self._summarize)
         from fusedmlp.reporting.report import HTML
 
         return [*self._result.verdicts, f"report     {self.folder / HTML}"]
@@ -57,15 +70,3 @@ class Reporter:
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
-
-    def _guarded(self, what: str, work: Callable[[], None]) -> None:
-        """A report that cannot be written must not end a sweep."""
-        try:
-            work()
-        except Exception as error:
-            print(f"warning: no {what}: {error} ({ERRORS})", flush=True)
-            try:
-                with open(self.folder / ERRORS, "a") as file:
-                    traceback.print_exc(file=file)
-            except OSError:
-                pass  # the disk is full, as the warning says

@@ -1,6 +1,5 @@
 """Hydra launcher `slurm`: every job of a sweep as a job of Slurm, through submitit."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import fusedmlp
 from fusedmlp.errors import UserError
+from fusedmlp.sweep import job as processes
 from fusedmlp.sweep.job import GRACE_S, Ended, Signals, run_alone
 from fusedmlp.sweep.launcher import CONSOLE, SweepLauncher
 from fusedmlp.sweep.ledger import Job
@@ -55,7 +54,7 @@ class SlurmLauncher(SweepLauncher):
             return
         running: dict[int, Any] = {}
         began = time.monotonic()
-        with _importable(), self.executor.batch():
+        with _by_value(), self.executor.batch():
             for job in jobs:
                 command, folder = self.begin(job)
                 console = folder.absolute() / CONSOLE
@@ -117,21 +116,18 @@ def ending(submitted: Any, seconds: float) -> Ended:
     """How a job that is done ended; what Slurm says of one that could not tell it."""
     failure = submitted.exception()
     if failure is None:
-        return submitted.result()
+        return Ended(**vars(submitted.result()))
     state = f"{submitted.state}".lower().replace("_", " ")
     return Ended(1, False, "", seconds, lost=f"lost by the cluster: {state}; {submitted.paths.stderr}")
 
 
 @contextmanager
-def _importable() -> Iterator[None]:
-    """Where this package is, for the Python that submitit starts elsewhere."""
-    before = os.environ.get("PYTHONPATH")
-    here = str(Path(fusedmlp.__file__).resolve().parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, before]))
+def _by_value() -> Iterator[None]:
+    """What submitit sends is complete: what starts a job elsewhere imports neither this package nor torch."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(processes)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        cloudpickle.unregister_pickle_by_value(processes)

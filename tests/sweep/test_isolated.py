@@ -1,5 +1,7 @@
 """A sweep of processes as a user starts it: what goes wrong in one job, resuming, Ctrl-C."""
 
+import csv
+import html
 import json
 import os
 import signal
@@ -66,6 +68,32 @@ def losses(folder: Path) -> list[str]:
     return [value for line in lines if (value := line.split(",")[column])]
 
 
+def reported(sweep: Path, rows: dict[str, dict]) -> None:
+    """The report has every job with its status and reason."""
+    with open(sweep / "results.csv", newline="") as file:
+        found = {row["run"]: row for row in csv.DictReader(file)}
+    page, text = (sweep / "report.html").read_text(), (sweep / "report.md").read_text()
+    assert len(found) == len(rows)
+    for row in rows.values():
+        assert found[row["folder"]]["status"] == row["status"]
+        assert found[row["folder"]]["reason"] == (row["reason"] or "")
+        assert html.escape(row["reason"] or "", quote=False) in html.unescape(page)
+        assert (row["reason"] or "") in text
+    assert (sweep / "throughput.png").stat().st_size > 1000
+    assert not (sweep / "report-error.log").exists()
+
+
+def wandb_runs(sweep: Path) -> dict[str, int | None]:
+    """The exit code in the W&B run of every job that has one, by experiment."""
+    found = {}
+    for run in sweep.glob("*/wandb/offline-run-*"):
+        inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(run)]
+        summary = json.loads(subprocess.run(inspect, capture_output=True, check=True).stdout)
+        (job,) = (row for row in jobs(sweep).values() if row["folder"] == run.parts[-3])
+        found[job["overrides"][0].removeprefix("experiment=")] = summary["exit_code"]
+    return found
+
+
 @pytest.mark.slow
 def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_missing(start, tmp_path):
     process = start("-m", f"experiment={','.join(EXPERIMENTS)}", *TINY, "sweep.timeout=20", "hydra.sweep.dir='day/a=b'")
@@ -93,6 +121,13 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert "Traceback" in (sweep / rows["raises"]["folder"] / "train.log").read_text()
     assert Path(results["slow"]["checkpoint"]).exists()
     assert "[3/6 experiment=other] step 6/6 " in out
+    reported(sweep, rows)
+    assert f"report     {sweep.relative_to(tmp_path) / 'report.html'}" in out
+    summary = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *sweep.glob("wandb/offline-run-*")]
+    assert wandb_runs(sweep) == {"good": 0, "raises": 1, "killed": 1}
+    records = map(json.loads, subprocess.run(summary, capture_output=True, check=True).stdout.splitlines())
+    (run,) = (record["run"] for record in records if record["type"] == "run")
+    assert (run["job_type"], run["run_group"]) == ("summary", "day-a=b")
     assert "sweep: 2 done, 4 failed, 0 left; best so far " in out
 
     alone = start("experiment=other", *TINY, "hydra.run.dir=alone")
