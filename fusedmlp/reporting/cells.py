@@ -77,6 +77,18 @@ class Cell:
         return next((run.fields["trace"] for run in self.measured if run.fields.get("trace")), {})
 
     @property
+    def time_by_kind_ms(self) -> dict[str, float]:
+        """Milliseconds of a step by kind of kernel, from a trace; empty without one."""
+        kinds = {kind: found["ms"] for kind, found in (self.trace.get("kinds") or {}).items()}
+        return self.trace.get("time_by_kind_ms") or kinds
+
+    @property
+    def captured(self) -> str | None:
+        """Whether steps were replayed from a CUDA graph, "yes", "no" or "some"; None if that is not known."""
+        known = {run.fields["cuda_graph"]["captured"] for run in self.measured if run.fields.get("cuda_graph")}
+        return None if not known else "some" if len(known) > 1 else "yes" if known.pop() else "no"
+
+    @property
     def status(self) -> str:
         """Of its runs: "completed", "completed, 3 runs", "2 completed, 1 timed out"."""
         statuses = [run.status for run in self.runs]

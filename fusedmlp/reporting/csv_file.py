@@ -22,8 +22,8 @@ def write(file: Path, groups: Sequence[Group]) -> None:
     """One row per run, repeats apart, with the speed-up and the agreement of its impl in its group."""
     keys = [key for key, _ in groups[0].setting] if groups else []
     rows = [_row(group, cell, run) for group in groups for cell in group.cells for run in cell.runs]
-    head = [*keys, "impl", "impl_resolved", "repeat", "status", "reason", *_SPEED, *_FIELDS, *_TRACE, "times_native",
-            "loss_agrees", "machine", "commit", "run"]  # fmt: skip
+    head = [*keys, "impl", "impl_resolved", "captured", "repeat", "status", "reason", *_SPEED, *_FIELDS, *_TRACE,
+            "times_native", "loss_agrees", "machine", "commit", "run"]  # fmt: skip
     with open(file, "w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows([head, *rows])
 
@@ -32,7 +32,8 @@ def _row(group: Group, cell: Cell, run: Run) -> list[Any]:
     fields, trace = run.fields, run.fields.get("trace") or {}
     return [
         *(value for _, value in group.setting),
-        *(cell.impl, fields.get("impl_resolved"), run.repeat + 1, run.status, fields.get("reason")),
+        *(cell.impl, fields.get("impl_resolved"), (fields.get("cuda_graph") or {}).get("captured")),
+        *(run.repeat + 1, run.status, fields.get("reason")),
         *(run.speed.get(name) for name in _SPEED),
         *(fields.get(name) for name in _FIELDS),
         *(trace.get(name) for name in _TRACE),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fusedmlp.reporting.report import Report
-from fusedmlp.reporting.tables import COLUMNS, Table
+from fusedmlp.reporting.tables import Table
 
 
 def render(report: Report, picture: str) -> str:
@@ -30,7 +30,8 @@ def render(report: Report, picture: str) -> str:
         lines += [f"### {place}", ""] if place else []
         for one in tables:
             lines += [f"{'####' if place else '###'} {one.heading}", "", *table(one), ""]
-    legend = "; ".join(f"{column.head}: {column.note}" for column in COLUMNS if column.note)
+    columns = report.tables[0][1][0].columns if report.tables else []
+    legend = "; ".join(f"{column.head}: {column.note}" for column in columns if column.note)
     lines += [f"{legend}.", "", "## Environment", "", *table(report.environment), ""]
     return "\n".join(lines)
 

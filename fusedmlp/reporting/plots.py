@@ -19,8 +19,9 @@ _STYLES = {
 }  # fmt: skip
 _OTHERS = ("#c2528b", "#2a9fb0", "#8c7a3d")
 KINDS = {
-    "GEMM": "#3f7fd6", "attention": "#2a9fb0", "GELU": "#e0533d", "softmax": "#d99100", "normalisation": "#a260d6",
-    "reduction": "#c2528b", "optimizer": "#2f9e63", "copy": "#8c7a3d", "other": "#8a8f98",
+    "GEMM": "#3f7fd6", "GEMM+GELU": "#7a5fe0", "attention": "#2a9fb0", "GELU": "#e0533d", "softmax": "#d99100",
+    "normalisation": "#a260d6", "reduction": "#c2528b", "loss": "#d9b800", "optimizer": "#2f9e63", "copy": "#8c7a3d",
+    "communication": "#5d6673", "other": "#8a8f98",
 }  # fmt: skip
 IDLE = "#b9bec6"
 
@@ -114,7 +115,7 @@ def kinds(groups: Sequence[Group], names: dict[Machine, str]) -> list[Plot]:
         Plot("Time by kind of kernel", title(group.setting) + (f"; {names[group.machine]}" if several else ""),
              partial(_kinds, group=group))
         for group in groups
-        if any(cell.trace.get("time_by_kind_ms") for cell in group.cells)
+        if any(cell.time_by_kind_ms for cell in group.cells)
     ]  # fmt: skip
 
 
@@ -176,13 +177,12 @@ def _lines(axes: Any, panel: Panel, impls: Sequence[str], read: Read) -> None:
 
 def _kinds(axes: Any, group: Group) -> None:
     """Stacked bars, the GPU's idle time on top."""
-    traced = [cell for cell in group.cells if cell.trace.get("time_by_kind_ms")]
-    traces = [cell.trace for cell in traced]
-    used = [kind for trace in traces for kind in trace["time_by_kind_ms"]]
+    traced = [cell for cell in group.cells if cell.time_by_kind_ms]
+    used = [kind for cell in traced for kind in cell.time_by_kind_ms]
     order = [*(kind for kind in KINDS if kind in used), *sorted(set(used) - set(KINDS))]
     bottoms = [0.0] * len(traced)
     for kind in [*order, "idle"]:
-        heights = [_idle(trace) if kind == "idle" else trace["time_by_kind_ms"].get(kind, 0.0) for trace in traces]
+        heights = [_idle(cell) if kind == "idle" else cell.time_by_kind_ms.get(kind, 0.0) for cell in traced]
         if any(heights):
             color = IDLE if kind == "idle" else KINDS.get(kind, _OTHERS[0])
             axes.bar(range(len(traced)), heights, bottom=bottoms, width=0.6, color=color, label=kind,
@@ -195,9 +195,9 @@ def _kinds(axes: Any, group: Group) -> None:
     axes.legend(frameon=False, fontsize=8, loc="center right", reverse=True)
 
 
-def _idle(trace: dict[str, Any]) -> float:
+def _idle(cell: Cell) -> float:
     """Milliseconds of a step in which the GPU had nothing to do, from the busy share."""
-    busy, share = sum(trace["time_by_kind_ms"].values()), trace.get("gpu_busy_percent")
+    busy, share = sum(cell.time_by_kind_ms.values()), cell.trace.get("gpu_busy_percent")
     return busy * (100 / share - 1) if share and 0 < share < 100 else 0.0
 
 

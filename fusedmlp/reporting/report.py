@@ -44,8 +44,9 @@ def build(folders: Sequence[Path]) -> Report:
     for one in groups:
         place = f"{names[one.machine]}: " if several else ""
         verdicts.append(place + verdict.judge(one).text)
+    made = list(zip(groups, results(groups), strict=True))
     tables = [
-        (names[machine] if several else "", [results(one) for one in groups if one.machine == machine])
+        (names[machine] if several else "", [table for one, table in made if one.machine == machine])
         for machine in names
     ]
     impls = ", ".join(dict.fromkeys(cell.impl for one in groups for cell in one.cells))

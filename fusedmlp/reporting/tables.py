@@ -40,6 +40,7 @@ class Table:
 
 COLUMNS = (
     Column("impl", "requested, and what it resolved to where that is another", number=False),
+    Column("captured", "whether steps were replayed from a CUDA graph", number=False),
     Column("ms/step", "median step; of several runs the median of their medians"),
     Column("spread", "lowest to highest run; of a single run p10 to p90 of its steps"),
     Column("tokens/s", "over all steady steps, the slow ones too"),
@@ -53,17 +54,29 @@ COLUMNS = (
     Column("status", number=False),
     Column("why", "what its trace says, or why it did not complete", number=False),
 )
+ALWAYS = ("impl", "ms/step", "status")
 
 
-def results(group: Group) -> Table:
-    """The table of one group, one row per impl."""
-    return Table(title(group.setting), COLUMNS, [_row(group, cell) for cell in group.cells])
+def results(groups: Sequence[Group]) -> list[Table]:
+    """A table per group, one row per impl; what is not known of any of them has no column."""
+    rows = [[_row(group, cell) for cell in group.cells] for group in groups]
+    used = [
+        position
+        for position, column in enumerate(COLUMNS)
+        if column.head in ALWAYS or any(row[position].text not in (UNKNOWN, "") for some in rows for row in some)
+    ]
+    columns = [COLUMNS[position] for position in used]
+    return [
+        Table(title(group.setting), columns, [[row[position] for position in used] for row in some])
+        for group, some in zip(groups, rows, strict=True)
+    ]
 
 
 def _row(group: Group, cell: Cell) -> list[Entry]:
     step, within = cell.step_ms, cell.within()
     return [
         Entry(_impl(cell), _impl(cell)),
+        Entry(cell.captured or UNKNOWN, cell.captured),
         _number(step.median if step else None, 3),
         _spread(step, within),
         _number(_median(cell, "tokens_per_s"), 0),

@@ -49,7 +49,8 @@ def _data_in(folder: Path) -> Iterator[None]:
 def _contents(wandb: Any, report: Report, folder: Path, scratch: Path) -> dict[str, Any]:
     """Names and W&B objects."""
     tables = [table for _, several in report.tables for table in several]
-    columns = ["configuration", *(column.head for column in tables[0].columns)]
+    heads = [column.head for column in tables[0].columns] if tables else []
+    columns = ["configuration", *heads]
     rows = [[table.heading, *(entry.text for entry in row)] for table in tables for row in table.rows]
     contents: dict[str, Any] = {"results": wandb.Table(columns=columns, data=rows)}
     for name, draw in (("throughput", plots.throughput), ("speed_up", plots.speed_up), ("memory", plots.memory),

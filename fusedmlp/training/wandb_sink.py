@@ -76,6 +76,13 @@ class WandbSink:
             name = f"{self._run.id}-{file.name.partition('.')[0]}"
             self._call("log_artifact", str(file), name, "trace")
 
+    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
+        """Ends the W&B run; it is marked failed unless `exit_code` is 0."""
+        if self._run is not None:
+            self._call("summary.update", dict(summary))
+            self._call("finish", exit_code=exit_code)
+            self._run = None
+
     def show(self, make: Callable[[Any], dict[str, Any]]) -> None:
         """Logs tables and pictures by name, which `make` makes with the module wandb."""
         if self._run is None:
@@ -88,13 +95,6 @@ class WandbSink:
             self._give_up(error)
         else:
             self._call("log", contents)
-
-    def finish(self, summary: Mapping[str, Any], exit_code: int) -> None:
-        """Ends the W&B run; it is marked failed unless `exit_code` is 0."""
-        if self._run is not None:
-            self._call("summary.update", dict(summary))
-            self._call("finish", exit_code=exit_code)
-            self._run = None
 
     def _call(self, name: str, *arguments: Any, **keywords: Any) -> None:
         if self._run is None:

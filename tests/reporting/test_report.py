@@ -127,12 +127,25 @@ def test_machines_and_commits_are_side_by_side(tmp_path):
             result("native", trace={"sentence": "no kernels"}),
             result("cuda", trace={"time_by_kind_ms": {"new kind": 1.0}}),
         ],
+        [result("native", trace={"kinds": {"GEMM": {"ms": 1.0, "percent": 100.0}}, "gpu_busy_percent": 0.0})],
         [result("native", "default"), result("native", 64)],
     ],
 )
 def test_a_report_is_made_of_whatever_there_is(tmp_path, runs):
     sweep = write_sweep(tmp_path / "sweep", runs)
     assert len(report.write([sweep], sweep).verdicts) >= 1
+
+
+def test_a_column_is_there_when_something_is_known_of_it(tmp_path):
+    write_run(tmp_path / "a" / "a", result("native"))
+    heads = [column.head for column in report.build([tmp_path / "a"]).tables[0][1][0].columns]
+    assert "captured" not in heads
+    assert "why" not in heads
+    write_run(tmp_path / "a" / "b", result("triton", cuda_graph={"captured": True}))
+    write_run(tmp_path / "a" / "c", result("cuda", cuda_graph={"captured": False}))
+    table = report.build([tmp_path / "a"]).tables[0][1][0]
+    at = [column.head for column in table.columns].index("captured")
+    assert [row[at].text for row in table.rows] == ["-", "yes", "no"]
 
 
 def test_random_bytes_are_said_to_prove_nothing(tmp_path):
