@@ -52,7 +52,7 @@ def build(folders: Sequence[Path]) -> Report:
     impls = ", ".join(dict.fromkeys(cell.impl for one in groups for cell in one.cells))
     places = " and ".join(dict.fromkeys(machines.name_of(machine) for machine in names))
     return Report(
-        title=f"{impls} on {places}",
+        title=f"{impls} on {places}" if groups else "nothing has begun",
         state=_state(runs),
         commands=_commands(folders, runs),
         environment=_environment(names),

@@ -64,8 +64,10 @@ class SweepLauncher(Launcher):
             self._show_progress()
         with Signals() as signals:
             self.run_all([job for job in self.jobs if not job.done], signals)
-        for line in self.reporter.close():
-            print(line, flush=True)
+            # With signals still held: a second Ctrl-C must not cost the report.
+            for line in self.reporter.close():
+                print(line, flush=True)
+        self.reporter.summarize()
         if not all(job.done for job in self.jobs):
             again = resume_command(self.config, self.ledger.folder, self.options.timeout)
             print(f"next       {again}   # what has not completed", flush=True)

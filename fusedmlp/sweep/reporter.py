@@ -45,13 +45,11 @@ class Reporter:
         self._thread.start()
 
     def close(self) -> list[str]:
-        """Writes the report for the last time, and the summary in W&B; returns what to say."""
+        """Writes the report for the last time; returns what to say."""
         self._join()
         guarded("report", self.folder, self._write)
         if self._result is None:
             return []
-        if self.logger is not None:
-            guarded("Weights & Biases summary", self.folder, self._summarize)
         from fusedmlp.reporting.report import HTML
 
         return [*self._result.verdicts, f"report     {self.folder / HTML}"]
@@ -62,7 +60,12 @@ class Reporter:
 
         self._result = report.write([self.folder], self.folder)
 
-    def _summarize(self) -> None:
+    def summarize(self) -> None:
+        """Makes the summary in W&B, unless no job began or there is no report."""
+        if self.logger is not None and self._result is not None:
+            guarded("Weights & Biases summary", self.folder, self._send)
+
+    def _send(self) -> None:
         from fusedmlp.reporting import wandb_summary
 
         wandb_summary.send(self._result, self.folder, self.group, self.logger)

@@ -55,6 +55,7 @@ def write_run(folder: Path, fields: dict[str, Any], **config: Any) -> Path:
 
 def write_sweep(folder: Path, results: list[dict[str, Any]], waiting: int = 0, **config: Any) -> Path:
     """A sweep's directory; the same overrides again are repeats; `waiting` more jobs have not begun."""
+    folder.mkdir(parents=True)
     jobs: list[Job] = []
     for index, fields in enumerate(results):
         repeat = sum(job.overrides == fields["overrides"] for job in jobs)

@@ -117,6 +117,12 @@ def test_machines_and_commits_are_side_by_side(tmp_path):
     assert "Side by side" not in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_a_sweep_of_which_nothing_has_begun(tmp_path):
+    sweep = write_sweep(tmp_path / "sweep", [], waiting=2)
+    written = report.write([sweep], sweep)
+    assert (written.title, written.state, written.verdicts) == ("nothing has begun", "2 runs: 2 waiting", [])
+
+
 @pytest.mark.parametrize(
     "runs",
     [

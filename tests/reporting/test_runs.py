@@ -133,6 +133,12 @@ def test_the_runs_of_a_sweep_stay_together_when_the_commit_changes_on_the_way(tm
     assert machines.mixtures(runs) == ["Within sweep, dirty was not the same for all: False (2 runs), True (1 runs)."]
 
 
+def test_a_sweep_over_two_kinds_of_gpu_is_two(tmp_path):
+    runs = [result("native"), result("triton", environment=H200 | {"gpu": "NVIDIA L4"}), result("cuda")]
+    groups = group(load([write_sweep(tmp_path / "sweep", runs)]))
+    assert [[cell.impl for cell in one.cells] for one in groups] == [["native", "cuda"], ["triton"]]
+
+
 def test_runs_without_environment_have_a_place_too(tmp_path):
     write_run(tmp_path / "a", {"status": "running", "impl": "native", "dim": 512, "overrides": []})
     (one,) = group(load([tmp_path]))

@@ -2,8 +2,10 @@
 
 import json
 import signal
+import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,6 +154,20 @@ def test_signals_are_not_handed_on_where_the_cluster_sends_them(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_what_is_sent_needs_no_package_where_it_runs(submitit, tmp_path):
+    import cloudpickle
+
+    with slurm._by_value():
+        sent = cloudpickle.dumps(
+            partial(run_alone, [sys.executable, "-c", "print(1)"], "day-sweep", tmp_path / "log", None)
+        )
+    (tmp_path / "sent").write_bytes(sent)
+    code = "import pickle, sys; sys.modules['fusedmlp'] = None; print(pickle.load(open('sent', 'rb'))().exit_code)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert (tmp_path / "log").read_text() == "1\n"
 
 
 def test_launchers_stand_beside_other_plugins_of_hydra(submitit):
