@@ -28,8 +28,8 @@ class SweepLauncher(Launcher):
 
     # Told the fields of result.json of every job that has ended.
     report: Callable[[dict[str, Any]], None]
-    # Whether what a job prints is shown, and so how it ended too.
-    streams = True
+    # Whether the jobs run here, one after another: what they print is shown, and how long the rest takes can be told.
+    in_turn = True
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Raises: UserError for a wrong value in `sweep`, or a directory that cannot be gone on with or begun in."""
@@ -102,11 +102,12 @@ class SweepLauncher(Launcher):
         said = outcome.read(folder).get("status")
         fields = outcome.settle(folder, job.start, ended, self.limit, bool(signals.received))
         job.status, job.reason, job.seconds = fields["status"], fields["reason"], round(ended.seconds, 3)
-        self.measured.append(ended.seconds)
+        if self.in_turn:
+            self.measured.append(ended.seconds)
         self.ledger.write()
         guarded("Weights & Biases run", self.ledger.folder, lambda: lost_run.record(folder, fields, job.logger))
         self.reporter.update()
-        if job.status != said or not self.streams:
+        if job.status != said or not self.in_turn:
             print(self.prefix(job), job.status + (f": {job.reason}" if job.reason else ""), flush=True)
         self._told(job, fields)
         self._show_progress()
@@ -125,7 +126,7 @@ class SweepLauncher(Launcher):
         if self.options.resume is None:
             return self.ledger.plan(overrides, self.options.repeats)
         if overrides == [[]]:
-            return self.ledger.jobs
+            return self.ledger.plan_again(self.options.repeats)
         known = len(self.ledger.jobs)
         jobs = self.ledger.plan(overrides, self.options.repeats)
         if all(job.index >= known for job in jobs):

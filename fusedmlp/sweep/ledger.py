@@ -89,6 +89,11 @@ class Ledger:
                 planned.append(job)
         return planned
 
+    def plan_again(self, repeats: int) -> list[Job]:
+        """The jobs that it has; if they are to be repeated more often than they were, the further repeats too."""
+        already = max((job.repeat for job in self.jobs), default=0) + 1
+        return self.plan([job.overrides for job in self.jobs if job.repeat == 0], max(repeats, already))
+
     def claim(self, job: Job, wanted: str) -> Path:
         """Makes a directory for a job that starts: `wanted`, or `wanted`-2 and so on after earlier attempts."""
         number = 1

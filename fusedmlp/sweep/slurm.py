@@ -14,7 +14,7 @@ from fusedmlp.errors import UserError
 from fusedmlp.sweep import job as processes
 from fusedmlp.sweep.job import GRACE_S, Ended, Signals, run_alone
 from fusedmlp.sweep.launcher import CONSOLE, SweepLauncher
-from fusedmlp.sweep.ledger import Job
+from fusedmlp.sweep.ledger import WAITING, Job
 
 CLUSTERS = ("slurm", "local")
 _POLL_S = 1.0
@@ -33,7 +33,7 @@ class SlurmLauncher(SweepLauncher):
 
     # Where Hydra finds it; see fusedmlp/sweep/plugin.py.
     __module__ = "hydra_plugins.fusedmlp"
-    streams = False
+    in_turn = False
 
     def __init__(self, cluster: str, **params: Any):
         self.cluster, self.params = cluster, params
@@ -52,15 +52,8 @@ class SlurmLauncher(SweepLauncher):
     def run_all(self, jobs: Sequence[Job], signals: Signals) -> None:
         if not jobs:
             return
-        running: dict[int, Any] = {}
         began = time.monotonic()
-        with _by_value(), self.executor.batch():
-            for job in jobs:
-                command, folder = self.begin(job)
-                console = folder.absolute() / CONSOLE
-                running[job.index] = self.executor.submit(run_alone, command, self.group, console, self.limit_s)
-        for job in jobs:
-            print(self.prefix(job), f"{self.cluster} job {running[job.index].job_id}", flush=True)
+        running = self._submit(jobs)
         by_index = {job.index: job for job in jobs}
         stop_at: float | None = None
         while running:
@@ -73,6 +66,24 @@ class SlurmLauncher(SweepLauncher):
                 self.end(by_index[index], ending(running.pop(index), time.monotonic() - began), signals)
             if running:
                 time.sleep(_POLL_S)
+
+    def _submit(self, jobs: Sequence[Job]) -> dict[int, Any]:
+        """Index -> submitit's job, for all of them as one array. Raises: UserError if the cluster refuses them."""
+        running: dict[int, Any] = {}
+        try:
+            with _by_value(), self.executor.batch():
+                for job in jobs:
+                    command, folder = self.begin(job)
+                    console = folder.absolute() / CONSOLE
+                    running[job.index] = self.executor.submit(run_alone, command, self.group, console, self.limit_s)
+        except RuntimeError as error:  # submitit's, with what sbatch said
+            for job in jobs:
+                job.status = WAITING
+            self.ledger.write()
+            raise UserError(f"{self.cluster} does not take the jobs: {' '.join(str(error).split())}") from error
+        for job in jobs:
+            print(self.prefix(job), f"{self.cluster} job {running[job.index].job_id}", flush=True)
+        return running
 
 
 def make_executor(cluster: str, params: dict[str, Any], folder: Path) -> tuple[Any, float]:

@@ -38,6 +38,16 @@ def test_a_sweep_that_is_read_again_knows_its_jobs_whatever_the_order_of_their_o
     assert planned[0].folder == "0-native-dim32"
 
 
+def test_a_sweep_that_is_gone_on_with_can_be_repeated_more_often(tmp_path):
+    ledger = Ledger(tmp_path, "")
+    planned = ledger.plan(SIZES, 2)
+    assert ledger.plan_again(1) == planned
+    more = ledger.plan_again(3)
+    assert more[:4] == planned
+    assert [(job.index, job.overrides[0], job.repeat) for job in more[4:]] == [(4, "dim=32", 2), (5, "dim=64", 2)]
+    assert ledger.jobs == more
+
+
 def test_two_equal_jobs_are_two(tmp_path):
     ledger = Ledger(tmp_path, "")
     assert [job.index for job in ledger.plan([["dim=32"], ["dim=32"]], 1)] == [0, 1]

@@ -36,7 +36,11 @@ def start(tmp_path):
     folder.mkdir(parents=True)
     for name, text in EXPERIMENTS.items():
         (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
-    environment = os.environ | {"FUSEDMLP_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "FUSEDMLP_CACHE": str(tmp_path / "cache"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     environment.pop("TRITON_INTERPRET", None)
 
@@ -96,7 +100,7 @@ def wandb_runs(sweep: Path) -> dict[str, int | None]:
 
 @pytest.mark.slow
 def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_missing(start, tmp_path):
-    process = start("-m", f"experiment={','.join(EXPERIMENTS)}", *TINY, "sweep.timeout=20", "hydra.sweep.dir='day/a=b'")
+    process = start("-m", f"experiment={','.join(EXPERIMENTS)}", *TINY, "sweep.timeout=40", "hydra.sweep.dir='day/a=b'")
     out = finish(process)
     sweep = tmp_path / "day" / "a=b"
     assert process.returncode == 1, out
@@ -108,7 +112,7 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert rows["raises"]["reason"] == "RuntimeError: a bug of the user's"
     assert rows["killed"]["reason"] == "killed by signal 9 (SIGKILL)"
     assert rows["triton"]["reason"].startswith("impl=triton cannot run here")
-    assert rows["slow"]["reason"] == "time limit: sweep.timeout=20 s"
+    assert rows["slow"]["reason"] == "time limit: sweep.timeout=40 s"
     results = {name: json.loads((sweep / row["folder"] / "result.json").read_text()) for name, row in rows.items()}
     for name, row in rows.items():
         for key in ("status", "reason"):
@@ -135,7 +139,7 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert len(losses(tmp_path / "alone")) == 6
     assert losses(tmp_path / "alone") == losses(sweep / rows["other"]["folder"])
 
-    assert """-m 'sweep.resume='"'"'day/a=b'"'"'' sweep.timeout=20   # what has not completed""" in out
+    assert """-m 'sweep.resume='"'"'day/a=b'"'"'' sweep.timeout=40   # what has not completed""" in out
     process = start("-m", f"sweep.resume='{sweep}'", "sweep.timeout=60", WELL="1")
     lines = []
     for line in process.stdout:

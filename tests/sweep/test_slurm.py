@@ -102,6 +102,19 @@ def test_ctrl_c_cancels_what_runs(submitit, tmp_path, monkeypatch):
     assert {(job.status, job.reason) for job in launcher.jobs} == {("interrupted", "stopped with the sweep")}
 
 
+def test_a_refusal_is_one_message_and_the_jobs_still_wait(submitit, tmp_path):
+    launcher = Commands(tmp_path, ["", ""])
+
+    class Refusing(nullcontext):
+        def __exit__(self, *_):
+            raise submitit.core.utils.FailedJobError("sbatch: error: invalid partition\n  specified: x")
+
+    launcher.executor = SimpleNamespace(batch=Refusing, submit=lambda *_: None)
+    with raises(UserError, "local does not take the jobs: sbatch: error: invalid partition specified: x"):
+        launcher.run_all(launcher.jobs, Signals())
+    assert [row["status"] for row in json.loads((tmp_path / "sweep.json").read_text())["jobs"]] == ["waiting"] * 2
+
+
 def test_keys_go_to_sbatch_under_their_names(submitit, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     more = {"partition": "gpu", "mem_gb": 64, "setup": ["module load cuda"], "additional_parameters": {"nodelist": "a"}}
