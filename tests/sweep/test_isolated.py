@@ -100,7 +100,7 @@ def wandb_runs(sweep: Path) -> dict[str, int | None]:
 
 @pytest.mark.slow
 def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_missing(start, tmp_path):
-    process = start("-m", f"experiment={','.join(EXPERIMENTS)}", *TINY, "sweep.timeout=40", "hydra.sweep.dir='day/a=b'")
+    process = start("-m", f"experiment={','.join(EXPERIMENTS)}", *TINY, "sweep.timeout=30", "hydra.sweep.dir='day/a=b'")
     out = finish(process)
     sweep = tmp_path / "day" / "a=b"
     assert process.returncode == 1, out
@@ -112,7 +112,7 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert rows["raises"]["reason"] == "RuntimeError: a bug of the user's"
     assert rows["killed"]["reason"] == "killed by signal 9 (SIGKILL)"
     assert rows["triton"]["reason"].startswith("impl=triton cannot run here")
-    assert rows["slow"]["reason"] == "time limit: sweep.timeout=40 s"
+    assert rows["slow"]["reason"] == "time limit: sweep.timeout=30 s"
     results = {name: json.loads((sweep / row["folder"] / "result.json").read_text()) for name, row in rows.items()}
     for name, row in rows.items():
         for key in ("status", "reason"):
@@ -127,11 +127,8 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert "[3/6 experiment=other] step 6/6 " in out
     reported(sweep, rows)
     assert f"report     {sweep.relative_to(tmp_path) / 'report.html'}" in out
-    summary = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *sweep.glob("wandb/offline-run-*")]
     assert wandb_runs(sweep) == {"good": 0, "raises": 1, "killed": 1}
-    records = map(json.loads, subprocess.run(summary, capture_output=True, check=True).stdout.splitlines())
-    (run,) = (record["run"] for record in records if record["type"] == "run")
-    assert (run["job_type"], run["run_group"]) == ("summary", "day-a=b")
+    assert len(list(sweep.glob("wandb/offline-run-*"))) == 1, "the summary"
     assert "sweep: 2 done, 4 failed, 0 left; best so far " in out
 
     alone = start("experiment=other", *TINY, "hydra.run.dir=alone")
@@ -139,7 +136,7 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert len(losses(tmp_path / "alone")) == 6
     assert losses(tmp_path / "alone") == losses(sweep / rows["other"]["folder"])
 
-    assert """-m 'sweep.resume='"'"'day/a=b'"'"'' sweep.timeout=40   # what has not completed""" in out
+    assert """-m 'sweep.resume='"'"'day/a=b'"'"'' sweep.timeout=30   # what has not completed""" in out
     process = start("-m", f"sweep.resume='{sweep}'", "sweep.timeout=60", WELL="1")
     lines = []
     for line in process.stdout:
@@ -155,5 +152,6 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert changed == {"raises": "completed", "killed": "interrupted"}, out
     stopped = json.loads((sweep / again["killed"]["folder"] / "result.json").read_text())
     assert Path(stopped["checkpoint"]).exists()
+    reported(sweep, again)
     assert "slow" not in "".join(line for line in out.splitlines() if line.startswith("["))
     assert len([line for line in out.splitlines() if " completed  " in line]) == 3, "the table has those kept too"
