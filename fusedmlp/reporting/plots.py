@@ -134,7 +134,7 @@ def _measure(axes: Any, panel: Panel, read: Read, label: str, mark: float | None
         _lines(axes, panel, impls, read)
         axes.legend(frameon=False, fontsize=9, ncols=2)
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
 
 
