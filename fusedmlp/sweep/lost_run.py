@@ -27,9 +27,9 @@ def record(folder: Path, fields: Mapping[str, Any], logger: Mapping[str, Any]) -
     options: LoggerOptions = build("logger", logger, LoggerOptions)
     if "wandb" in fields or options.mode != "offline":
         return None
-    for file in folder.glob("wandb/offline-run-*/*.wandb"):
-        if file.stat().st_size <= _EMPTY_BYTES:
-            shutil.rmtree(file.parent)
+    for run in folder.glob("wandb/offline-run-*"):
+        if all(file.stat().st_size <= _EMPTY_BYTES for file in run.glob("*.wandb")):
+            shutil.rmtree(run)
     impl = str(fields.get("impl"))
     name = f"{impl}-dim{fields.get('dim')}"
     config = yaml.safe_load((folder / "config.yaml").read_text()) if (folder / "config.yaml").exists() else {}

@@ -92,7 +92,9 @@ def wandb_runs(sweep: Path) -> dict[str, int | None]:
     found = {}
     for run in sweep.glob("*/wandb/offline-run-*"):
         inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(run)]
-        summary = json.loads(subprocess.run(inspect, capture_output=True, check=True).stdout)
+        done = subprocess.run(inspect, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + "\n".join(map(str, run.rglob("*")))
+        summary = json.loads(done.stdout)
         (job,) = (row for row in jobs(sweep).values() if row["folder"] == run.parts[-3])
         found[job["overrides"][0].removeprefix("experiment=")] = summary["exit_code"]
     return found

@@ -185,14 +185,16 @@ def test_what_is_sent_needs_no_package_where_it_runs(submitit, tmp_path):
 
 def test_launchers_stand_beside_other_plugins_of_hydra(submitit):
     from hydra.core.plugins import Plugins
-    from hydra_plugins.hydra_submitit_launcher import submitit_launcher
+    from hydra.plugins.launcher import Launcher
 
     from fusedmlp.sweep import plugin
 
     plugin.register(lambda fields: None)
-    import hydra_plugins
-
-    assert hydra_plugins.hydra_submitit_launcher.submitit_launcher is submitit_launcher
-    for name, more in (("IsolatedLauncher", {}), ("SlurmLauncher", {"cluster": "local"})):
-        config = OmegaConf.create({"_target_": f"hydra_plugins.fusedmlp.{name}", **more})
-        assert isinstance(Plugins.instance()._instantiate(config), SweepLauncher)
+    stock = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher"
+    for name, kind, more in (
+        ("hydra_plugins.fusedmlp.IsolatedLauncher", SweepLauncher, {}),
+        ("hydra_plugins.fusedmlp.SlurmLauncher", SweepLauncher, {"cluster": "local"}),
+        (stock, Launcher, {}),
+    ):
+        config = OmegaConf.create({"_target_": name, **more})
+        assert isinstance(Plugins.instance()._instantiate(config), kind)
