@@ -196,8 +196,9 @@ def _kinds(axes: Any, group: Group) -> None:
 
 
 def _idle(cell: Cell) -> float:
-    """Milliseconds of a step in which the GPU had nothing to do, from the busy share."""
-    busy, share = sum(cell.time_by_kind_ms.values()), cell.trace.get("gpu_busy_percent")
+    """Milliseconds of a step in which the GPU had nothing to do, from its busy share, the profiler's time left out."""
+    shares = (cell.trace.get(name) for name in ("gpu_busy_percent_unprofiled", "gpu_busy_percent"))
+    busy, share = sum(cell.time_by_kind_ms.values()), next(filter(None, shares), None)
     return busy * (100 / share - 1) if share and 0 < share < 100 else 0.0
 
 

@@ -171,9 +171,9 @@ def _end_group(group: int, wait_s: float) -> None:
 
 def environment_of(group: str) -> dict[str, str]:
     """The environment of a job: this process's, the sweep's group, whom not to outlive, and a traceback of a crash."""
-    return os.environ | {
-        GROUP: group, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
-    }  # fmt: skip
+    # A W&B service of this process is not for its jobs.
+    own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    return own | {GROUP: group, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def join_sweep() -> str | None:

@@ -52,7 +52,8 @@ class WandbSink:
                 job_type=job_type,
                 tags=options.tags,
                 config=dict(config),
-                dir=folder,
+                # W&B's service may be that of a process which started this one in another directory.
+                dir=folder.absolute(),
                 mode="online" if options.mode == "online" else "offline",
                 reinit="finish_previous",
                 # Console capture would wrap stdout, which the progress line owns.

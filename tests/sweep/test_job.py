@@ -105,5 +105,16 @@ def test_a_job_does_not_outlive_a_sweep_that_is_killed():
     assert gone(int(pid), 10)
 
 
-def test_a_jobs_environment_names_its_sweep():
-    assert environment_of("day-sweep")["FUSEDMLP_SWEEP_GROUP"] == "day-sweep"
+def test_a_jobs_environment_names_its_sweep_and_shares_no_service(monkeypatch):
+    monkeypatch.setenv("WANDB_SERVICE", "3-1234-tcp-localhost-5678")
+    found = environment_of("day-sweep")
+    assert found["FUSEDMLP_SWEEP_GROUP"] == "day-sweep"
+    assert "WANDB_SERVICE" not in found
+    assert found["PATH"] == os.environ["PATH"]
+
+
+def test_a_crash_leaves_a_traceback_in_the_log(tmp_path):
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    ended = run_process([sys.executable, "-c", code], environment_of("x"), tmp_path / "log", lambda _: None, Signals())
+    assert ended.exit_code == -signal.SIGSEGV
+    assert 'File "<string>", line 1' in (tmp_path / "log").read_text()
