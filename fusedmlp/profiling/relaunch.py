@@ -112,15 +112,22 @@ def _how_to_open(tool: str, executable: str, report: Path) -> str:
 def _run(words: list[str], environment: Mapping[str, str]) -> int:
     """Exit code of a command, as a shell has it; signals to this process are handed to it."""
     process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
 
     def hand_on(signum: int, frame: FrameType | None) -> None:
         # A terminal sends Ctrl-C to all of its foreground processes, the child included.
-        if process is not None and not (signum == signal.SIGINT and _in_terminal()):
+        if signum == signal.SIGINT and _in_terminal():
+            return
+        if process is None:
+            early.append(signum)
+        else:
             process.send_signal(signum)
 
     previous = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(words, env=dict(environment))
+        for signum in early:
+            process.send_signal(signum)
         code = process.wait()
     finally:
         for number, handler in previous.items():

@@ -1,12 +1,14 @@
 """profile=memory: the peak of each phase from the allocator's history, and when snapshots are written."""
 
+import itertools
+
 import pytest
 import torch
 from training.runs import fits, result, train
 
 from fusedmlp.profiling import memory, session
 from fusedmlp.profiling.memory import MemoryTool, peaks
-from fusedmlp.training.task import LanguageModelTask
+from fusedmlp.training.step import TrainStep
 
 GIB = 2**30
 
@@ -77,12 +79,12 @@ def test_a_snapshot_of_the_window(tmp_path, allocator):
 @pytest.mark.parametrize("step", [0, 2, 5])
 def test_a_run_that_dies_of_out_of_memory_leaves_a_snapshot(tmp_path, allocator, monkeypatch, step):
     def broken(self):
-        if self.trainer.global_step == step:
+        if next(updates) == step:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         update(self)
 
-    update = LanguageModelTask._update
-    monkeypatch.setattr(LanguageModelTask, "_update", broken)
+    update, updates = TrainStep._update, itertools.count()
+    monkeypatch.setattr(TrainStep, "_update", broken)
     assert train(tmp_path / "run", *WINDOW).reason.startswith("out of memory")
     assert (tmp_path / "run" / memory.OUT_OF_MEMORY_FILE).read_text() == "snapshot"
     assert (tmp_path / "run" / memory.FILE).exists() == (step > 0)
@@ -95,7 +97,7 @@ def test_another_failure_leaves_none(tmp_path, allocator, monkeypatch):
     def broken(self):
         raise ValueError("boom")
 
-    monkeypatch.setattr(LanguageModelTask, "_update", broken)
+    monkeypatch.setattr(TrainStep, "_update", broken)
     train(tmp_path / "run", *WINDOW)
     assert not (tmp_path / "run" / memory.OUT_OF_MEMORY_FILE).exists()
     assert allocator == ["all", None]

@@ -1,6 +1,7 @@
 """profile=torch on a CPU, from the config to what is said about the trace."""
 
 import csv
+import itertools
 import json
 
 import pytest
@@ -74,16 +75,16 @@ def test_profiling_changes_no_result(tmp_path, name):
 
 
 def test_a_run_that_breaks_in_the_window_leaves_what_was_recorded(tmp_path, monkeypatch):
-    from fusedmlp.training.task import LanguageModelTask
+    from fusedmlp.training.step import TrainStep
 
-    update = LanguageModelTask._update
+    update, updates = TrainStep._update, itertools.count()
 
     def broken(self):
-        if self.trainer.global_step == 4:
+        if next(updates) == 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         update(self)
 
-    monkeypatch.setattr(LanguageModelTask, "_update", broken)
+    monkeypatch.setattr(TrainStep, "_update", broken)
     assert train(tmp_path / "run", *WINDOW).status == "failed"
     saved = result(tmp_path / "run")["trace"]
     assert saved["recorded_steps"] == 2
