@@ -60,7 +60,9 @@ class FusedLinearGeLU(nn.Module):
 class FusedMLP(nn.Module):
     """y = gelu(x @ fc1.weight.T + fc1.bias) @ fc2.weight.T + fc2.bias, the MLP of a transformer block, in one op.
 
-    Initialisation and state dict are those of two `nn.Linear` named fc1 and fc2.
+    Initialisation and state dict are those of two `nn.Linear` named fc1 and fc2. Where one of them has been given hooks
+    or replaced by something else since (an adapter such as LoRA, a quantised layer, a layer sharded by itself), both
+    are called, with the gelu op between them.
 
     Args:
         in_features: K, size of the last dimension of x.
@@ -101,10 +103,24 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
+        if not (is_bare(fc1, nn.Linear) and is_bare(fc2, nn.Linear)):
+            return fc2(functional.gelu(fc1(x), self.approximate, impl=self.impl))
         return functional.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, self.approximate, impl=self.impl)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}, impl={self.impl!r}"
+
+
+def is_bare(layer: nn.Module, kind: type) -> bool:
+    """Whether a layer is still no more than a `kind`, so that an op may take its parameters instead of calling it."""
+    own = layer.__dict__
+    return type(layer) is kind and not (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+    )
 
 
 class TritonSoftmax(nn.Module):

@@ -73,6 +73,24 @@ def test_empty_tensors_give_empty_results_and_gradients(impl, shape, device):
         assert empty.grad.shape == shape
 
 
+def test_the_meta_device_gives_shapes(impl):
+    if impl == "compiled":
+        pytest.skip("its compiler takes seconds")
+    on_meta = [t.to("meta").requires_grad_() for t in (torch.ones(2, 4, 8), w, b, w2, b2)]
+    y = fn.softmax(fn.gelu(fn.mlp(*on_meta, impl=impl), impl=impl), impl=impl)
+    assert (y.device.type, y.shape) == ("meta", (2, 4, 8))
+    y.sum().backward()
+    assert [t.grad.shape for t in on_meta] == [t.shape for t in on_meta]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused():
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
+        with raises(TypeError, "x has layout", "accepted: torch.strided"):
+            fn.linear_gelu(nested, w, impl="native")
+
+
 def test_a_tensor_without_dimensions(impl, device):
     scalar = torch.tensor(2.0, device=device)
     assert fn.softmax(scalar, -1, impl=impl) == 1.0

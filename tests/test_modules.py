@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import raises
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from fusedmlp import FusedLinearGeLU, FusedMLP, TritonSoftmax, impl_names
 
@@ -89,3 +90,64 @@ def test_the_implementation_can_be_changed_later():
     mlp.impl = "nativ"
     with raises(ValueError, "'nativ'"):
         mlp(x)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_torch_jit_trace():
+    """Where sizes are tensors."""
+    for impl in ("auto", "native"):
+        mlp, x = FusedMLP(8, impl=impl), torch.randn(3, 8)
+        torch.testing.assert_close(torch.jit.trace(mlp, x)(x), mlp(x))
+
+
+class Adapter(nn.Module):
+    """As LoRA's: it wraps a linear layer and has its weight and bias."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.extra = base, nn.Linear(base.in_features, base.out_features)
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.extra(x)
+
+
+def adapter(mlp):
+    mlp.fc1, mlp.fc2 = Adapter(mlp.fc1), Adapter(mlp.fc2)
+
+
+def doubled(module, args, y):
+    return 2 * y
+
+
+def own_forward(mlp):
+    forward = mlp.fc1.forward
+    mlp.fc1.forward = lambda x: 3 * forward(x)
+
+
+def weight_norm(mlp):
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(mlp.fc1)
+
+
+CHANGES = {
+    "adapter": adapter,
+    "hook of fc1": lambda mlp: mlp.fc1.register_forward_hook(doubled),
+    "hook of fc2": lambda mlp: mlp.fc2.register_forward_hook(doubled),
+    "pre-hook": lambda mlp: mlp.fc2.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "forward of its own": own_forward,
+    "weight norm": weight_norm,
+    "pruned": lambda mlp: prune.l1_unstructured(mlp.fc1, "weight", 0.5),
+    "parametrized": lambda mlp: parametrizations.weight_norm(mlp.fc2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_became_of_the_layers_since_counts(change):
+    mlp, x = FusedMLP(8, impl="manual"), torch.randn(3, 8)
+    CHANGES[change](mlp)
+    for _ in range(2):  # the second backward pass needs what the layer computes anew in every call
+        y = mlp(x)
+        torch.testing.assert_close(y, mlp.fc2(nn.functional.gelu(mlp.fc1(x))))
+        y.sum().backward()

@@ -11,7 +11,7 @@ def obstacle() -> str | None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "while a CUDA graph is captured"
     if transformed():
-        return "under a functorch transform or forward-mode differentiation"
+        return "under a functorch transform, forward-mode differentiation or torch.jit.trace"
     if torch._C._current_graph_task_id() != -1:
         # The thread that would run the measurement's backward pass is the one that waits for it.
         return "during a backward pass"
@@ -21,5 +21,9 @@ def obstacle() -> str | None:
 
 
 def transformed() -> bool:
-    """Whether vmap, torch.func.grad or dual numbers are at work, which need ops that PyTorch knows the rules of."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether vmap, torch.func.grad, dual numbers or torch.jit.trace are at work: they need ops that PyTorch knows."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )

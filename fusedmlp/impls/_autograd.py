@@ -5,6 +5,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+# The overload itself: looking it up in its packet costs host time at every call.
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
@@ -12,7 +16,18 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
     `ctx.needs_input_grad` does not know about no_grad, so the question is asked before `.apply`.
     """
+    if forward_ad._current_level >= 0:
+        # An operator would drop the tangent without a word; an autograd function without a `jvp` refuses it.
+        return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def reshaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """y in another shape, for an autograd function to return: it is no view in autograd's eyes.
+
+    In-place operations on a view that such a function returns are refused, and `y += residual` is common.
+    """
+    return _unsafe_view(y, shape)
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -21,7 +36,7 @@ class _NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradient: Tensor, impl: str, *sources: Tensor) -> Tensor:
         ctx.impl = impl
-        return gradient.view_as(gradient)
+        return reshaped(gradient, gradient.shape)
 
     @staticmethod
     def backward(ctx, *_: Tensor):
@@ -32,17 +47,29 @@ def once_differentiable(backward: Callable) -> Callable:
     """Decorator of a backward function that returns a tuple: differentiating what it returns raises.
 
     `torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a gradient itself: after
-    `y.sum()` it does not, and the second derivative would come out as 0. This one raises whenever there is one.
+    `y.sum()` it does not, and the second derivative would come out as 0. This one raises whenever there is one, as long
+    as what is saved leads to every differentiable input: itself, or an output, which leads to all of them.
     """
     impl = backward.__module__.rpartition(".")[2]
 
     @functools.wraps(backward)
     def first_order(ctx, *incoming):
-        with torch.no_grad():
-            outgoing = backward(ctx, *incoming)
         if not torch.is_grad_enabled():
-            return outgoing
-        sources = [t for t in (*incoming, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
+            return backward(ctx, *incoming)
+        unpacked = _Unpacked(ctx)
+        with torch.no_grad():
+            outgoing = backward(unpacked, *incoming)
+        sources = [t for t in (*incoming, *unpacked.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
         return tuple(None if g is None else _NoSecondDerivative.apply(g, impl, *sources) for g in outgoing)
 
     return first_order
+
+
+class _Unpacked:
+    """A context whose saved tensors are unpacked once, as activation checkpointing demands."""
+
+    def __init__(self, ctx):
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name):
+        return getattr(self._ctx, name)

@@ -68,14 +68,14 @@ def forget() -> None:
 def _run(op: str, option: str | int, *tensors: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return _traced(op, option, *tensors)
+    # Under a transform the tensors look as usual.
+    if transformed():
+        return getattr(native, op)(*tensors, option)
     grad = torch.is_grad_enabled()
     x = tensors[0]
     # All tensors have the dtype and device of x.
     kinds = [None if t is None else (type(t), t.shape, t.is_contiguous(), grad and t.requires_grad) for t in tensors]
     key = (op, option, replayed, x.dtype, x.device, *kinds)
-    # Under a transform the tensors look as usual.
-    if transformed():
-        return getattr(native, op)(*tensors, option)
     try:
         function = _functions.get(key)
     except TypeError:  # symbolic sizes have no hash

@@ -88,7 +88,13 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     from torch._inductor.compile_fx import compile_fx
 
     with torch._functorch.config.patch(donated_buffer=False):
-        return compile_fx(graph, inputs)
+        compiled = compile_fx(graph, inputs)
+    # None counts as "some are donated" when a backward pass that keeps the graph follows one that did not.
+    context = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is not None and metadata.bw_donated_idxs is None:
+        metadata.bw_donated_idxs = []
+    return compiled
 
 
 def _disabled() -> bool:

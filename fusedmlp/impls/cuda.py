@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import build
-from fusedmlp.impls._autograd import once_differentiable, requires_grad
+from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
 from fusedmlp.kernels import cuda_ops, toolchain
 
 DEVICES = ("cuda",)
@@ -100,19 +100,23 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 
 
 class _LinearGelu(torch.autograd.Function):
-    """Keeps preact (M, N), and what the wanted gradients need of x and weight."""
+    """Keeps preact (M, N), and what the wanted gradients need of x and weight.
+
+    preact is an output too, so that it leads to all inputs and a second derivative is noticed.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         act, preact = cuda_ops.linear_gelu_fwd(x, weight, bias, approximate, True)
         need_dx, need_dweight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_dweight else None, weight if need_dx else None, preact)
         ctx.approximate = approximate
-        return act
+        return _no_view(act), preact
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor, *_):
         x, weight, preact = ctx.saved_tensors
         needs = ctx.needs_input_grad
         gradients = cuda_ops.linear_gelu_bwd(dy, x, weight, preact, ctx.approximate, needs[2])
@@ -121,16 +125,21 @@ class _LinearGelu(torch.autograd.Function):
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     if _starts_graph(x, weight, bias):
-        return _LinearGelu.apply(x, weight, bias, approximate)
+        act, _ = _LinearGelu.apply(x, weight, bias, approximate)
+        return act
     act, _ = cuda_ops.linear_gelu_fwd(x, weight, bias, approximate, False)
-    return act
+    return _no_view(act)
 
 
 class _Mlp(torch.autograd.Function):
-    """Keeps preact and act (M, N), and what the wanted gradients need of x and the weights."""
+    """Keeps preact and act (M, N), and what the wanted gradients need of x and the weights.
+
+    preact is an output too, so that it leads to all inputs and a second derivative is noticed.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2, approximate: str) -> Tensor:
+    def forward(ctx, x, weight1, bias1, weight2, bias2, approximate: str) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
         need_dx, need_dweight1, need_dbias1, need_dweight2, _, _ = ctx.needs_input_grad
         need_dpreact = need_dx or need_dweight1 or need_dbias1
         y, preact, act = cuda_ops.mlp_fwd(x, weight1, bias1, weight2, bias2, approximate, need_dpreact, need_dweight2)
@@ -142,11 +151,11 @@ class _Mlp(torch.autograd.Function):
             act if need_dweight2 else None,
         )
         ctx.approximate = approximate
-        return y
+        return _no_view(y), preact if need_dpreact else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor, *_):
         needs = ctx.needs_input_grad
         gradients = cuda_ops.mlp_bwd(dy, *ctx.saved_tensors, ctx.approximate, needs[2], needs[4])
         return *_wanted(gradients, needs), None
@@ -156,9 +165,15 @@ def mlp(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, approximate: str
 ) -> Tensor:
     if _starts_graph(x, weight1, bias1, weight2, bias2):
-        return _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate)
+        y, _ = _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate)
+        return y
     y, _, _ = cuda_ops.mlp_fwd(x, weight1, bias1, weight2, bias2, approximate, False, False)
-    return y
+    return _no_view(y)
+
+
+def _no_view(y: Tensor) -> Tensor:
+    """What an operator returns in more or less than two dimensions is a view of a matrix, see `reshaped`."""
+    return y if y.ndim == 2 else reshaped(y, y.shape)
 
 
 def _wanted(gradients: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:

@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError("Triton is missing: `pip install triton` (Linux), or use impl=native or impl=compiled") from error
 
-from fusedmlp.impls._autograd import once_differentiable, requires_grad
+from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
 from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
 from fusedmlp.kernels.reduce import dgelu_dbias
@@ -177,6 +177,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def _like_rows_of(x: Tensor, y: Tensor) -> Tensor:
+    """The matrix y (M, N) with the leading dimensions of x (..., K)."""
+    return y if x.ndim == 2 else reshaped(y, (*x.shape[:-1], y.shape[1]))
+
+
 def _free_saved(ctx) -> None:
     """Drop the node's references to its saved tensors, unless the graph is kept for another backward pass.
 
@@ -187,19 +192,23 @@ def _free_saved(ctx) -> None:
 
 
 class _LinearGelu(torch.autograd.Function):
-    """Keeps preact (M, N), and what the wanted gradients need of x and weight."""
+    """Keeps preact (M, N), and what the wanted gradients need of x and weight.
+
+    preact is an output too, so that it leads to all inputs and a second derivative is noticed.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         act, preact = _linear_gelu_fwd(_rows(x), weight, bias, approximate, True)
         need_dx, need_dweight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(preact, x if need_dweight else None, weight if need_dx else None)
         ctx.approximate, ctx.x_shape = approximate, x.shape
-        return act.view(*x.shape[:-1], weight.shape[0])
+        return _like_rows_of(x, act), preact
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor, *_):
         preact, x, weight = ctx.saved_tensors
         _free_saved(ctx)
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
@@ -212,9 +221,10 @@ class _LinearGelu(torch.autograd.Function):
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     if requires_grad(x, weight, bias):
-        return _LinearGelu.apply(x, weight, bias, approximate)
+        act, _ = _LinearGelu.apply(x, weight, bias, approximate)
+        return act
     act, _ = _linear_gelu_fwd(_rows(x), weight, bias, approximate, False)
-    return act.view(*x.shape[:-1], weight.shape[0])
+    return _like_rows_of(x, act)
 
 
 # What `mlp` keeps of its hidden features for the backward pass, and the price, for M rows of N hidden features:
@@ -234,10 +244,14 @@ def _mlp_keep() -> str:
 
 
 class _Mlp(torch.autograd.Function):
-    """Keeps x, the weights that the wanted gradients need, and of preact and act what `keep` says."""
+    """Keeps x, the weights that the wanted gradients need, and of preact and act what `keep` says.
+
+    A preact that is kept is an output too, so that it leads to all inputs and a second derivative is noticed.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2, approximate: str, keep: str) -> Tensor:
+    def forward(ctx, x, weight1, bias1, weight2, bias2, approximate: str, keep: str) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
         need_dx, need_dweight1, need_dbias1, need_dweight2, *_ = ctx.needs_input_grad
         need_dpreact = need_dx or need_dweight1 or need_dbias1
         # Without dpreact, act alone is as small as preact alone and needs nothing recomputed.
@@ -255,11 +269,11 @@ class _Mlp(torch.autograd.Function):
             act if keep_act else None,
         )
         ctx.approximate, ctx.x_shape, ctx.recompute = approximate, x.shape, recompute
-        return y.view(*x.shape[:-1], weight2.shape[0])
+        return _like_rows_of(x, y), preact if keep_preact else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor, *_):
         x, weight1, bias1, weight2, preact, act = ctx.saved_tensors
         _free_saved(ctx)
         need_dx, need_dweight1, need_dbias1, need_dweight2, need_dbias2, *_ = ctx.needs_input_grad
@@ -289,7 +303,7 @@ def mlp(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, approximate: str
 ) -> Tensor:
     if requires_grad(x, weight1, bias1, weight2, bias2):
-        return _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate, _mlp_keep())
+        y, _ = _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate, _mlp_keep())
+        return y
     act, _ = _linear_gelu_fwd(_rows(x), weight1, bias1, approximate, False)
-    y = torch.nn.functional.linear(act, weight2, bias2)
-    return y.view(*x.shape[:-1], weight2.shape[0])
+    return _like_rows_of(x, torch.nn.functional.linear(act, weight2, bias2))

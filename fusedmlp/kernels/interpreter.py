@@ -1,5 +1,7 @@
 """Whether Triton's interpreter (TRITON_INTERPRET=1) works with the NumPy that is installed."""
 
+import functools
+
 import numpy
 import torch
 import triton
@@ -15,10 +17,13 @@ def _sum_below_kernel(out_ptr, n):
     tl.store(out_ptr, total)
 
 
+@functools.cache
 def fault() -> str | None:
     """Why a loop with a bound known at run time fails in the interpreter, None where it works.
 
     NumPy 2.4 no longer turns an array of one element into an integer, which Triton up to 3.6 relies on.
+
+    Found out once: later it may be asked while torch.export traces, when kernels cannot run.
     """
     out = torch.zeros(1, dtype=torch.int32)
     try:

@@ -6,6 +6,8 @@ reference to the module, an optimizer or a parent, see the same object as before
 
 import copyreg
 import functools
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmlp import functional
-from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax
+from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax, is_bare
 
 
 class FusedConv1DGeLU(FusedLinearGeLU):
@@ -34,9 +36,13 @@ def linear_gelu(module: nn.Module, transposed: bool, approximate: str, impl: str
 
 
 class AdoptedSoftmax(TritonSoftmax):
-    """As `TritonSoftmax`; under autocast on a GPU it computes and returns fp32, as `nn.Softmax` does there."""
+    """As `TritonSoftmax`, with what `nn.Softmax` does besides.
+
+    The result is contiguous whatever the strides of x, and under autocast on a GPU it computes and returns fp32.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
         if x.is_cuda and x.dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
             x = x.float()
         return super().forward(x)
@@ -55,20 +61,25 @@ class Span:
     """Where in a chain of children the MLP is, and how it runs.
 
     Attributes:
-        before, between, after: names of children before the first linear layer; of the dropouts and identities between
-            the GELU and the second one; after it.
-        first, second: names of the linear layers.
+        chain: names of the children that a value goes through.
+        first, second: positions of the linear layers; behind the first one comes the GELU, and between it and the
+            second one are dropouts and identities only.
+        found: `mark` of each child.
         transposed: whether the weight of the first, and of the second, is stored (in, out).
     """
 
-    before: list[str]
-    first: str
-    between: list[str]
-    second: str
-    after: list[str]
+    chain: tuple[str, ...]
+    first: int
+    second: int
+    found: tuple[Any, ...]
     transposed: tuple[bool, bool]
     approximate: str
     impl: str
+
+
+def mark(child: Any) -> Any:
+    """What tells whether a child is still of the kind that it was: its class, or itself where it is a function."""
+    return type(child) if isinstance(child, nn.Module) else child
 
 
 class _Adopted:
@@ -92,26 +103,27 @@ class _Adopted:
     def _mlp(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = (*args, *kwargs.values())
         span = self._fused
-        x = self._through(span.before, x)
-        weight1, bias1 = self._parameters_of(span.first, span.transposed[0])
-        between = [getattr(self, name) for name in span.between]
-        # A dropout that drops is kept, and the MLP is in two parts then.
-        if any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in between):
-            act = functional.linear_gelu(x, weight1, bias1, span.approximate, impl=span.impl)
-            x = getattr(self, span.second)(self._through(span.between, act))
-        else:
-            weight2, bias2 = self._parameters_of(span.second, span.transposed[1])
-            x = functional.mlp(x, weight1, bias1, weight2, bias2, span.approximate, impl=span.impl)
-        return self._through(span.after, x)
+        # A sequential may have got longer or shorter since.
+        chain = tuple(self._modules) if isinstance(self, nn.Sequential) else span.chain
+        children = [getattr(self, name) for name in chain]
+        if chain != span.chain or not _is(children[span.first + 1], span.found[span.first + 1]):
+            return _through(children, x)
+        x = _through(children[: span.first], x)
+        x = self._span(children[span.first : span.second + 1], span, x)
+        return _through(children[span.second + 1 :], x)
 
-    def _through(self, names: list[str], x: Tensor) -> Tensor:
-        for name in names:
-            x = getattr(self, name)(x)
-        return x
-
-    def _parameters_of(self, name: str, transposed: bool) -> tuple[Tensor, Tensor | None]:
-        layer = getattr(self, name)
-        return layer.weight.t() if transposed else layer.weight, layer.bias
+    def _span(self, children: list[Any], span: Span, x: Tensor) -> Tensor:
+        """The MLP in one op; in parts where one of them has to be called itself (hooks, adapters, dropout)."""
+        first, _, *between, second = children
+        if not _is(first, span.found[span.first]):
+            act = functional.gelu(first(x), span.approximate, impl=span.impl)
+            return second(_through(between, act))
+        weight1 = _weight(first, span.transposed[0])
+        if not _is(second, span.found[span.second]) or not all(map(_idle, between)):
+            act = functional.linear_gelu(x, weight1, first.bias, span.approximate, impl=span.impl)
+            return second(_through(between, act))
+        weight2 = _weight(second, span.transposed[1])
+        return functional.mlp(x, weight1, first.bias, weight2, second.bias, span.approximate, impl=span.impl)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}, impl={self.impl!r}"
@@ -119,6 +131,28 @@ class _Adopted:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and deepcopy, which look a class up by its name: this one is made anew."""
         return _rebuild, self._replaced, vars(self)
+
+
+def _is(child: Any, found: Any) -> bool:
+    """Whether a child is still no more than what was found."""
+    return is_bare(child, found) if isinstance(found, type) else child is found
+
+
+def _idle(between: nn.Module) -> bool:
+    """Whether a dropout or identity does nothing at the moment."""
+    return is_bare(between, nn.Identity) or (
+        is_bare(between, nn.Dropout) and not (between.training and between.p > 0)  # type: ignore[operator]
+    )
+
+
+def _through(children: Iterable[Any], x: Tensor) -> Tensor:
+    for child in children:
+        x = child(x)
+    return x
+
+
+def _weight(layer: Any, transposed: bool) -> Tensor:
+    return layer.weight.t() if transposed else layer.weight
 
 
 OURS = (FusedMLP, FusedLinearGeLU, TritonSoftmax, _Adopted)
@@ -136,7 +170,16 @@ def mlp_class(cls: type, method: str) -> type:
     def run(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         return self._mlp(*args, **kwargs)
 
-    return type(name, bases, {method: run, "__doc__": cls.__doc__, "__module__": __name__})
+    body: dict[str, Any] = {method: run, "__doc__": cls.__doc__, "__module__": __name__}
+    if issubclass(cls, nn.Sequential):
+
+        def part(self: Any, index: Any) -> Any:
+            if isinstance(index, slice):  # a sequential of its own, no MLP
+                return cls(OrderedDict(list(self._modules.items())[index]))
+            return cls.__getitem__(self, index)
+
+        body["__getitem__"] = part
+    return type(name, bases, body)
 
 
 def _rebuild(cls: type, method: str) -> nn.Module:

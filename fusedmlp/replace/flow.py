@@ -73,7 +73,8 @@ def of_class(cls: type) -> Flow:
             flow.unreadable = f"the source of {cls.__name__}.{name} cannot be read"
             continue
         if isinstance(tree, ast.FunctionDef) and tree.args.args:
-            _read(flow, name, tree, is_resolved=inspect.unwrap(getattr(cls, name)) is function)
+            # A decorator (torch.no_grad, an autocast) is more than its function, which alone would be replaced.
+            _read(flow, name, tree, is_resolved=getattr(cls, name) is function)
     return flow
 
 

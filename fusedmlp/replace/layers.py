@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedmlp.modules import TritonSoftmax
+
 # Methods that a class of linear layers may define beside `forward` without being more than a linear layer.
 _HARMLESS_METHODS = {"forward", "reset_parameters", "extra_repr"}
 # Those of the state dict stay with the module, which is kept.
@@ -93,7 +95,8 @@ def gelu(act: Any) -> str | None:
         return act.approximate
     if not callable(act) or (isinstance(act, nn.Module) and not plain(act)):
         return None
-    points = torch.cat([torch.linspace(-8, 8, 201), torch.tensor([-1e4, -50.0, 50.0, 1e4])]).double().view(5, -1)
+    line = torch.linspace(-8, 8, 201, dtype=torch.float64, device="cpu")
+    points = torch.cat([line, line.new_tensor([-1e4, -50.0, 50.0, 1e4])]).view(5, -1)
     got = _computed(act, points)
     if got is None:
         return None
@@ -106,7 +109,9 @@ def gelu(act: Any) -> str | None:
 
 def is_activation(act: Any) -> bool:
     """Whether this is a function of each element: a module without parameters, neither identity nor dropout."""
-    if not isinstance(act, nn.Module) or not plain(act) or isinstance(act, nn.modules.dropout._DropoutNd):
+    if not isinstance(act, nn.Module) or not plain(act):
+        return False
+    if isinstance(act, nn.modules.dropout._DropoutNd | nn.Softmax | TritonSoftmax):
         return False
     points = torch.linspace(-3, 3, 12, dtype=torch.float64, device="cpu").view(3, 4)
     got = _computed(act, points)

@@ -80,7 +80,7 @@ class Walk:
         approximate = layers.gelu(children[first + 1])
         assert approximate is not None
         span = Span(
-            chain[:first], chain[first], chain[first + 2 : second], chain[second], chain[second + 1 :],
+            tuple(chain), first, second, tuple(map(adopted.mark, children)),
             (layer1.transposed, layer2.transposed), approximate, self.impl,
         )  # fmt: skip
         what = type(module).__name__

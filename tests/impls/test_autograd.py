@@ -3,6 +3,8 @@
 import pytest
 import torch
 from oracle import Case, gradients
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedmlp import functional, impls
@@ -48,6 +50,34 @@ def test_nothing_is_overwritten_and_two_backward_passes_agree(impl, device):
         assert all(torch.equal(tensors[name], before[name]) for name in before), case.op
 
 
+def test_a_graph_can_be_kept_after_one_that_was_not(impl, device):
+    for case in cases(device):
+        tensors = leaves(case)
+        x = tensors["x"]
+        (expected,) = torch.autograd.grad(case.call(impl, tensors).sum(), x)
+        (kept,) = torch.autograd.grad(case.call(impl, tensors).sum(), x, retain_graph=True)
+        assert torch.equal(kept, expected), case.op
+
+
+def test_results_can_be_written_in_place(impl, device):
+    """As `y += residual` and `nn.ReLU(inplace=True)` do."""
+    if impls.resolved(impl) == "compiled":
+        pytest.skip("its compiler takes seconds for each shape, and its results are as PyTorch makes them")
+    for case in cases(device):
+        if case.op == "softmax":
+            continue  # its result is kept for the backward pass, in torch too
+        for shape in ((M, K), (2, M // 2, K)):
+            found = []
+            for name in (impl, "native"):
+                tensors = leaves(case)
+                y = case.call(name, tensors | {"x": tensors["x"].view(shape)})
+                y += 1
+                y.view(-1).mul_(2)
+                found.append(torch.autograd.grad(y.square().sum(), list(tensors.values())))
+            for got, expected in zip(*found, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
 def test_same_inputs_twice_give_the_same_bits(impl, device):
     for case in cases(device):
         first, second = gradients(case, impl), gradients(case, impl)
@@ -69,6 +99,68 @@ def test_double_backward_is_right_or_raises_clearly(impl, device):
         (dx,) = torch.autograd.grad(case.call("native", reference).square().sum(), reference["x"], create_graph=True)
         (expected,) = torch.autograd.grad(dx.square().sum(), reference["x"])
         torch.testing.assert_close(ddx, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+
+
+def second_derivative(case, impl, of, by, frozen=()):
+    """Of the sum of gradient `of`, by tensor `by`; zeros where there is no path, None where it raises clearly."""
+    tensors = leaves(case)
+    for name in frozen:
+        tensors[name].requires_grad_(False)
+    (gradient,) = torch.autograd.grad(case.call(impl, tensors).sum(), tensors[of], create_graph=True)
+    try:
+        (result,) = torch.autograd.grad(
+            gradient.square().sum() + 0 * tensors[by].sum(), tensors[by], allow_unused=True, materialize_grads=True
+        )
+    except RuntimeError as error:
+        assert "double backward" in str(error) or "second derivative" in str(error)
+        return None
+    return result
+
+
+def test_a_second_derivative_by_any_tensor_is_right_or_raises(impl, device):
+    """Also where the backward pass needs nothing of that tensor: it is never left out of a sum without a word."""
+    if impls.resolved(impl) == "compiled":
+        pytest.skip("its compiler takes seconds for each set of gradients, and PyTorch refuses second derivatives")
+    for case in cases(device):
+        pairs = [(of, by, ()) for of in case.tensors for by in case.tensors]
+        pairs.append(("x", "x", tuple(name for name in case.tensors if name != "x")))
+        for of, by, frozen in pairs:
+            got = second_derivative(case, impl, of, by, frozen)
+            if got is not None:
+                expected = second_derivative(case, "native", of, by, frozen)
+                scale = expected.abs().max().item()
+                torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * scale, msg=f"{case.op} {of} {by}")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning", "ignore:.torch.jit.script:DeprecationWarning")
+def test_forward_mode_is_right_or_raises(impl, device):
+    for case in cases(device):
+        for dual in case.tensors:
+
+            def tangent(name, case=case, dual=dual):
+                primal = case.tensors[dual]
+                with forward_ad.dual_level():
+                    tensors = case.tensors | {dual: forward_ad.make_dual(primal, torch.ones_like(primal))}
+                    return forward_ad.unpack_dual(case.call(name, tensors)).tangent
+
+            try:
+                got = tangent(impl)
+            except (RuntimeError, NotImplementedError):
+                continue
+            assert got is not None, f"{case.op}: the tangent of {dual} is lost"
+            torch.testing.assert_close(got, tangent("native"), rtol=1e-3, atol=1e-3)
+
+
+def test_create_graph_inside_activation_checkpointing(impl, device):
+    """Saved tensors may be unpacked once there."""
+    if impls.resolved(impl) == "compiled":
+        pytest.skip("PyTorch refuses create_graph through compiled code")
+    for case in cases(device):
+        tensors = leaves(case)
+        y = checkpoint(case.call, impl, tensors, use_reentrant=False)
+        (dx,) = torch.autograd.grad(y.sum(), tensors["x"], create_graph=True)
+        (expected,) = torch.autograd.grad(case.call(impl, tensors).sum(), tensors["x"])
+        assert torch.equal(dx, expected), case.op
 
 
 def test_a_frozen_tensor_gets_no_gradient_and_the_others_stay_right(impl, device):

@@ -128,6 +128,9 @@ def _constantly(value: bool) -> Callable[..., bool]:
 class _Context(SimpleNamespace):
     """What an autograd function keeps between forward and backward."""
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
 
