@@ -19,6 +19,7 @@ from fusedmlp.training.task import LanguageModelTask
 
 LAST = "last.ckpt"
 KEY = "fusedmlp"  # our part of a checkpoint
+_STATE = {"state_dict", "optimizer_states", "lr_schedulers", "loops"}  # Lightning's part that going on needs
 
 
 class Checkpoints(Callback):
@@ -112,13 +113,19 @@ def check(path: Path, model_config: Mapping[str, Any], max_steps: int) -> int:
     Raises: UserError if it is no checkpoint, is of another model (saying what differs) or leaves nothing to train.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, ValueError, KeyError) as error:
-        raise UserError(f"resume={path}: this file is not a checkpoint, or is damaged: {_first_line(error)}") from error
+        damage = _damage(path)
+        checkpoint = None if damage else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        checkpoint, damage = None, "it holds other objects than tensors and plain values"
+    except (RuntimeError, EOFError, zipfile.BadZipFile, ValueError, KeyError) as error:
+        checkpoint, damage = None, _first_line(error)
     except OSError as error:
         raise UserError(f"resume={path}: cannot be read: {error.strerror}") from error
-    ours = checkpoint.get(KEY) if isinstance(checkpoint, dict) else None
-    if ours is None:
+    if damage:
+        raise UserError(f"resume={path}: this file is not a checkpoint, or is damaged: {damage}")
+    parts: dict[str, Any] = checkpoint if isinstance(checkpoint, dict) else {}
+    ours = parts.get(KEY)
+    if not isinstance(ours, dict) or not {"model", "step", "rng"} <= ours.keys() or not parts.keys() >= _STATE:
         raise UserError(f"resume={path}: this checkpoint was not written by train.py")
     theirs = ours["model"]
     names = sorted(theirs.keys() | model_config.keys())
@@ -135,6 +142,15 @@ def check(path: Path, model_config: Mapping[str, Any], max_steps: int) -> int:
             "give a larger trainer.max_steps"
         )
     return ours["step"]
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with the file. PyTorch itself does not look at the checksums, and would train on with it."""
+    if not zipfile.is_zipfile(path):
+        return "it is no zip archive, or the end of it is missing"
+    with zipfile.ZipFile(path) as archive:
+        record = archive.testzip()
+    return None if record is None else f"{record} in it is not what was written (its checksum differs)"
 
 
 def _first_line(error: Exception) -> str:

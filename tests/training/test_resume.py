@@ -132,7 +132,10 @@ def finished(tmp_path_factory):
         (("resume={text}",), ("resume=", "is not a checkpoint")),
         (("resume={nothing}",), ("resume=", "is not a checkpoint")),
         (("resume={torn}",), ("resume=", "is not a checkpoint", "damaged")),
+        (("resume={flipped}",), ("resume=", "is not a checkpoint", "damaged", "checksum")),
         (("resume={foreign}",), ("resume=", "not written by train.py")),
+        (("resume={objects}",), ("resume=", "is not a checkpoint", "other objects than tensors")),
+        (("resume={weights}",), ("resume=", "not written by train.py")),
         (("resume={finished}", "dim=64"), ("another model", "dim is 32 there, 64 here")),
         (("resume={finished}", "model.num_layers=3"), ("another model", "num_layers is 2 there, 3 here")),
         (("resume={finished}", "model=gpt", "model.num_heads=2", "model.num_layers=2"), ("another model", "GPT here")),
@@ -146,7 +149,14 @@ def test_what_cannot_be_resumed_is_one_message(tmp_path, finished, overrides, wo
     (tmp_path / "text").write_text("a text that is no checkpoint")
     (tmp_path / "nothing").touch()
     (tmp_path / "torn").write_bytes(whole[: len(whole) // 2])
+    flipped = bytearray(whole)
+    # In the middle of the tensors: PyTorch would load it and train on.
+    flipped[len(whole) // 2 : len(whole) // 2 + 2000] = bytes(2000)
+    (tmp_path / "flipped").write_bytes(flipped)
     torch.save({"state_dict": {}}, tmp_path / "foreign")
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "objects")
+    parts = torch.load(finished / "checkpoints" / "last.ckpt", weights_only=True)
+    torch.save({name: part for name, part in parts.items() if name != "optimizer_states"}, tmp_path / "weights")
     places = {path.name: path for path in tmp_path.iterdir()} | {"finished": finished}
     ending = train(tmp_path / "run", *(override.format(**places) for override in overrides))
     assert (ending.status, ending.exit_code, ending.bug) == ("failed", 1, False)
