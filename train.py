@@ -6,7 +6,13 @@ python train.py -m impl=manual,native,compiled dim=128,256    # every combinatio
 python train.py --help                                        # all groups, options and values
 """
 
+import signal
 from pathlib import Path
+
+# PyTorch and Lightning take seconds to import; Ctrl-C meanwhile ends the process, without a traceback of where it was.
+# A run takes the signals over when it begins.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

@@ -53,6 +53,8 @@ class SweepLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs every job that has not completed. Raises: Interrupted once the user has stopped the sweep."""
         setup_globals()
+        if not job_overrides:
+            raise UserError("the sweep has no jobs: one of the lists or ranges that it runs over is empty")
         self.jobs = self._plan([of_the_job(words) for words in job_overrides])
         self.names = labels(self.jobs)
         self.ledger.folder.mkdir(parents=True, exist_ok=True)

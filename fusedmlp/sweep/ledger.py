@@ -63,11 +63,15 @@ class Ledger:
         """Raises: UserError if `folder` holds no sweep."""
         try:
             content = json.loads((folder / FILE).read_text())
-            return cls(folder, content["command"], [Job(**job) for job in content["jobs"]])
+            jobs = [Job(**job) for job in content["jobs"]]
+            for job in jobs:
+                if not isinstance(job.overrides, list) or not isinstance(job.folder, str | None):
+                    raise ValueError(f"job {job.index} is not as train.py writes it")
+            return cls(folder, str(content["command"]), jobs)
         except OSError as error:
-            raise UserError(f"sweep.resume={folder}: {FILE} cannot be read: {error.strerror}") from error
+            raise UserError(f"{folder} holds no sweep: {FILE} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"sweep.resume={folder}: {FILE} is damaged: {error}") from error
+            raise UserError(f"{folder / FILE} is damaged: {error}") from error
 
     def write(self) -> None:
         content = {"command": self.command, "jobs": [job.row() for job in self.jobs]}

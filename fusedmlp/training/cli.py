@@ -1,9 +1,11 @@
 """The command line around a run: the impl group, messages for what Hydra refuses, and the last lines printed."""
 
+import contextlib
 import os
 import re
 import shlex
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,7 +13,7 @@ from typing import Any, NoReturn
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from fusedmlp import impls
 from fusedmlp.errors import UserError
@@ -75,49 +77,90 @@ def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
     """Calls the Hydra application and exits: 0 completed, 1 a run failed, 2 wrong usage, 130 or 143 interrupted."""
     # Hydra prints its own exceptions and exits; with this it hands them on, and they are explained here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this (`>&-`)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the whole process
     try:
         main()
         code = jobs.exit_code
     except HydraException as error:
         code = _complain(explain(error), EXIT_USAGE)
     except OmegaConfBaseException as error:
-        code = _complain(_first_line(str(error)), EXIT_USAGE)
+        code = _complain(_of_config(error), EXIT_USAGE)
     except UserError as error:
         code = _complain(str(error), EXIT_FAILED)
     except BrokenPipeError:
         # Whoever read the output (`| head`) has gone; Python would complain again when it flushes on exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()
         code = EXIT_FAILED
     except OSError as error:
-        # Hydra makes the run's directory before the run begins.
-        code = _complain(f"the run's directory cannot be made: {error.strerror}: {error.filename}", EXIT_FAILED)
+        # Hydra makes the run's directory before the run begins; what has no name is stdout.
+        what = "what is printed cannot be written" if error.filename is None else "the run's directory cannot be made"
+        where = "" if error.filename is None else f": {error.filename}"
+        code = _complain(f"{what}: {error.strerror}{where}", EXIT_FAILED)
+        _leave_stdout()
     except (Interrupted, KeyboardInterrupt) as error:
         code = error.exit_code if isinstance(error, Interrupted) else 130
+    except Exception as error:
+        # What Hydra's code lets through comes from an odd override, `=3` for one.
+        if not _raised_by_hydra(error):
+            raise
+        code = _complain(f"cannot compose the config: {_of_hydra(str(error))}", EXIT_USAGE)
     if len(jobs._ended) > 1:
         print("\n".join(["", *jobs.table()]))
     sys.exit(code)
 
 
+def _leave_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError):  # in a test there is no file behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def explain(error: HydraException) -> str:
     """One message for an override that Hydra refuses: what was given, and the choices, the closest first."""
     if isinstance(error, OverrideParseException):
-        return f"cannot read the override {error.override!r}: {_first_line(error.message)}"
+        reason = _first_line(error.message)
+        # Without an equals sign the parser says no more than that.
+        reason = "expected KEY=VALUE" if reason.startswith("Error parsing override") else reason
+        return f"cannot read the override {error.override!r}: {reason}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
+        if not group:
+            return f"--config-name {option}: there is no such config; train.py's is train"
         choices = ", ".join(by_closeness(option, error.options or []))
         return f"{group}={option} is unknown; accepted: {choices}"
     cause = error.__cause__
     while isinstance(cause, HydraException) and cause.__cause__ is not None:
         cause = cause.__cause__
-    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return _unknown_key(str(cause.key), cause)
+    if isinstance(cause, OmegaConfBaseException):
+        return _of_config(cause)
     return re.sub(r"\s*\n\s*", "; ", str(error).strip())
+
+
+def _raised_by_hydra(error: Exception) -> bool:
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return str(last[0].f_globals.get("__name__", "")).partition(".")[0] in ("hydra", "omegaconf")
+
+
+def _of_hydra(message: str) -> str:
+    if message.startswith("Config group override must be"):
+        return "a config group takes the name of one of its options, as in model=mlp; see train.py --help"
+    return _first_line(message)
+
+
+def _of_config(error: OmegaConfBaseException) -> str:
+    key = str(error.full_key or error.key or "")
+    return f"{key}: {_first_line(str(error))}" if key else _first_line(str(error))
 
 
 def _unknown_key(key: str, cause: OmegaConfBaseException) -> str:
     section = str(cause.full_key or key).rpartition(".")[0]
     assert isinstance(cause.parent_node, DictConfig)
     known = [str(name) for name in cause.parent_node if name != "hydra"]
+    if not known:
+        return f"{section}.{key}: no such key; {section} is a value, which has no keys"
     where = f"keys of {section}" if section else "keys and groups"
     return f"{section}{'.' if section else ''}{key}: no such key; {where}: {', '.join(by_closeness(key, known))}"
 
@@ -166,7 +209,7 @@ def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
     def command(*changes: str) -> str:
         changed = tuple(change.partition("=")[0] + "=" for change in changes if "=" in change)
         kept = [word for word in fields["overrides"] if not word.startswith((*changed, "resume=", "profile.relaunch="))]
-        return shlex.join(["python", "train.py", *changes, *kept])
+        return shlex.join(["python", _program(), *changes, *kept])
 
     if fields["status"] == "interrupted" and fields.get("checkpoint"):
         return [command(f"resume={_shown(folder)}")]
@@ -181,6 +224,11 @@ def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
         longer = f"trainer.max_steps={2 * fields['steps']}"
         steps.append(f"{command(f'resume={_shown(folder)}', longer)}   # train on")
     return steps
+
+
+def _program() -> str:
+    """train.py as it was called, from wherever that was."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
 
 
 def _shown(path: Path) -> str:

@@ -7,6 +7,7 @@ constructor checks the ranges.
 import difflib
 import importlib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -52,10 +53,10 @@ class TrainerOptions:
             require(
                 f"trainer.{name}", getattr(self, name), getattr(self, name) >= 0, "an integer of at least 0 (0: off)"
             )
-        require("trainer.learning_rate", self.learning_rate, self.learning_rate > 0, "a number above 0")
+        require("trainer.learning_rate", self.learning_rate, 0 < self.learning_rate < math.inf, "a number above 0")
         require("trainer.min_learning_rate", self.min_learning_rate, 0 <= self.min_learning_rate <= self.learning_rate,
                 f"a number from 0 to trainer.learning_rate={self.learning_rate}")  # fmt: skip
-        require("trainer.weight_decay", self.weight_decay, self.weight_decay >= 0, "a number of at least 0")
+        require("trainer.weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a number of at least 0")
         for name in ("beta1", "beta2"):
             require(f"trainer.{name}", getattr(self, name), 0 <= getattr(self, name) < 1, "a number from 0 to below 1")
         require("trainer.max_grad_norm", self.max_grad_norm, self.max_grad_norm is None or self.max_grad_norm > 0,
@@ -151,6 +152,7 @@ def build(section: str, values: Mapping[str, Any], target: Callable[..., Any] | 
 
     Raises: UserError for an unknown or missing key, a value of another type, and in place of the target's ValueError.
     """
+    require(section, values, isinstance(values, Mapping), f"its keys, as in {section}.KEY=VALUE")
     values = dict(values)
     path = values.pop("_target_", None)
     function = target or _locate(section, path)

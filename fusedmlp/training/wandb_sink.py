@@ -111,5 +111,7 @@ class WandbSink:
     def _give_up(self, error: Exception) -> None:
         self._run = None
         log.warning("Weights & Biases stopped", exc_info=error)
-        lines = str(error).strip().splitlines()
-        self._warn(f"warning: no Weights & Biases log ({lines[0] if lines else type(error).__name__}); {self._without}")
+        # Of an environment variable that W&B cannot read, the first line says nothing but that there is one.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = ": ".join(lines[: 3 if "validation error" in str(error) else 1]) or type(error).__name__
+        self._warn(f"warning: no Weights & Biases log ({reason}); {self._without}")

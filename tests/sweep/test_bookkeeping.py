@@ -8,6 +8,7 @@ from conftest import raises
 from fusedmlp.errors import UserError
 from fusedmlp.sweep import outcome, progress
 from fusedmlp.sweep.job import Ended
+from fusedmlp.sweep.launcher import SweepLauncher
 from fusedmlp.sweep.ledger import Job, Ledger, labels
 from fusedmlp.training.cli import Jobs
 from fusedmlp.training.options import SweepOptions, build
@@ -62,13 +63,25 @@ def test_another_attempt_gets_another_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [(None, "cannot be read"), ("{", "is damaged"), ('{"jobs": []}', "damaged")]
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "is damaged"),
+        ('{"jobs": []}', "damaged"),
+        ("[]", "damaged"),
+        ('{"command": "", "jobs": [{"index": 0, "overrides": null}]}', "damaged"),
+    ],
 )
 def test_a_directory_without_a_sweep_is_refused(tmp_path, text, words):
     if text is not None:
         (tmp_path / "sweep.json").write_text(text)
-    with raises(UserError, f"sweep.resume={tmp_path}: sweep.json", words):
+    with raises(UserError, str(tmp_path), "sweep.json", words):
         Ledger.read(tmp_path)
+
+
+def test_a_sweep_over_an_empty_list_is_refused():
+    with raises(UserError, "no jobs", "empty"):
+        SweepLauncher().launch([], 0)
 
 
 def test_a_job_is_called_by_what_sets_it_apart():

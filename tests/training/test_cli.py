@@ -1,10 +1,13 @@
 """Messages for what Hydra refuses, and the last lines, without a process of their own."""
 
+import sys
+
+import hydra
 import pytest
 from conftest import raises
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from training.runs import config
+from training.runs import CONFIGS, config
 
 from fusedmlp.errors import UserError
 from fusedmlp.training.cli import Jobs, explain, last_lines, launch
@@ -26,7 +29,9 @@ from fusedmlp.training.result import Result
         ("data.batchsize=3", ("data.batchsize: no such key", "keys of data: batch_size")),
         ("modle=gpt", ("modle: no such key", "keys and groups: model")),
         ("dims=3", ("dims: no such key", "keys and groups: dim")),
-        ("trainer.max_steps.x=3", ("trainer.max_steps",)),
+        ("trainer.max_steps.x=3", ("trainer.max_steps is a value", "no keys")),
+        ("hydra.run.dir=null", ("hydra.run.dir", "not Optional")),
+        ("word", ("cannot read the override 'word'", "KEY=VALUE")),
         ("trainer.max_steps=[3", ("cannot read the override 'trainer.max_steps=[3'",)),
     ],
 )
@@ -54,8 +59,11 @@ def fail(error):
         (fail(Interrupted(15)), 143),
         (fail(KeyboardInterrupt()), 130),
         (lambda: config("impl=nothing"), 2),
+        (lambda: config("=3"), 2),
+        (lambda: config("model=null"), 2),
         (lambda: OmegaConf.to_container(config("seed=${nothing}"), resolve=True), 2),
         (fail(PermissionError(13, "Permission denied", "/runs")), 1),
+        (fail(OSError(28, "No space left on device")), 1),
     ],
 )
 def test_exit_codes(main, code, monkeypatch, capsys):
@@ -63,7 +71,36 @@ def test_exit_codes(main, code, monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         launch(main, Jobs())
     assert caught.value.code == code
-    assert "Traceback" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "None" not in said
+
+
+def test_a_bug_is_no_matter_of_hydra():
+    with pytest.raises(ZeroDivisionError):
+        launch(fail(ZeroDivisionError()), Jobs())
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as caught:
+        launch(lambda: print("a line", flush=True), Jobs())
+    assert caught.value.code == 0
+    sys.stdout.close()
+
+
+def test_the_name_of_another_config(capsys):
+    with pytest.raises(SystemExit), hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        launch(lambda: hydra.compose("nope"), Jobs())
+    assert "--config-name nope" in capsys.readouterr().err
+
+
+def test_the_next_commands_call_the_program_as_it_was_called(tmp_path, monkeypatch):
+    fields = {"impl": "native", "dim": 32, "group": None, "status": "completed", "overrides": [], "hint": None}
+    monkeypatch.setattr(sys, "argv", ["../fusedmlp/train.py"])
+    commands = [line for line in last_lines(Result(tmp_path, **fields)) if line.startswith("next")]
+    assert commands
+    assert all("python ../fusedmlp/train.py " in line for line in commands)
 
 
 def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(tmp_path):

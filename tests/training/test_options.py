@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from training.runs import config
 
 from fusedmlp.errors import UserError
-from fusedmlp.training.options import LoggerOptions, ProfileOptions, TrainerOptions, build
+from fusedmlp.training.options import LoggerOptions, ProfileOptions, SweepOptions, TrainerOptions, build
 
 
 def trainer(**changes) -> TrainerOptions:
@@ -34,6 +34,7 @@ def test_the_configs_hold_every_option_and_nothing_else():
         ({"log_every": -1}, ("trainer.log_every=-1", "at least 1")),
         ({"val_every": -1}, ("trainer.val_every=-1", "at least 0")),
         ({"learning_rate": 0}, ("trainer.learning_rate=0", "above 0")),
+        ({"learning_rate": float("inf")}, ("trainer.learning_rate=inf", "above 0")),
         ({"learning_rate": "fast"}, ("trainer.learning_rate=fast", "a number")),
         ({"min_learning_rate": 1}, ("trainer.min_learning_rate=1", "trainer.learning_rate=0.001")),
         ({"weight_decay": -0.1}, ("trainer.weight_decay=-0.1", "at least 0")),
@@ -54,6 +55,11 @@ def test_a_wrong_value_is_named_with_what_is_accepted(changes, words):
     with raises(UserError, *words) as caught:
         trainer(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_a_section_that_is_a_value():
+    with raises(UserError, "sweep=3", "sweep.KEY=VALUE"):
+        build("sweep", 3, SweepOptions)
 
 
 def test_numbers_may_be_written_as_floats_or_integers():
