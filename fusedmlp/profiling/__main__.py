@@ -8,7 +8,9 @@ python -m fusedmlp.profiling cut TRACE_OR_RUN out.json.gz    # a small trace wit
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from fusedmlp.errors import UserError
@@ -21,6 +23,9 @@ def main(words: list[str]) -> int:
     """Exit code 0, or 1 with a message for a trace that cannot be read."""
     # `show` is what is done with a trace when nothing else is asked for.
     if words and words[0] not in (*_COMMANDS, "-h", "--help"):
+        if words[1:] and not words[0].startswith("-") and not words[1].startswith("-"):
+            print(f"error: {words[0]}: no such command; accepted: {', '.join(_COMMANDS)}", file=sys.stderr)
+            return 2
         words = ["show", *words]
     options = _parser().parse_args(words)
     try:
@@ -41,27 +46,48 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{" + ",".join(_COMMANDS) + "}")
     show = commands.add_parser("show", help="what a trace says")
     show.add_argument("trace", type=Path)
-    show.add_argument("--top", type=int, default=report.TOP, help="kernels in the table")
+    show.add_argument("--top", type=_count(0), default=report.TOP, help="kernels in the table")
     show.add_argument("--json", action="store_true", help="the numbers as JSON")
-    show.add_argument("--step-ms", type=float, help="step time without the profiler; of a run's directory it is known")
+    show.add_argument(
+        "--step-ms", type=_milliseconds, help="step time without the profiler; of a run's directory it is known"
+    )
     show.set_defaults(run=_show)
     both = commands.add_parser("compare", help="two traces side by side")
     both.add_argument("a", type=Path)
     both.add_argument("b", type=Path)
-    both.add_argument("--top", type=int, default=12, help="kernels in the table")
+    both.add_argument("--top", type=_count(0), default=12, help="kernels in the table")
     both.set_defaults(run=_compare)
     drawn = commands.add_parser("picture", help="draws the timeline")
     drawn.add_argument("trace", type=Path)
     drawn.add_argument("target", type=Path)
-    drawn.add_argument("--steps", type=int, default=2, help="steps shown")
+    drawn.add_argument("--steps", type=_count(1), default=2, help="steps shown")
     drawn.add_argument("--title", default="")
     drawn.set_defaults(run=_picture)
     small = commands.add_parser("cut", help="cuts some steps out of a trace")
     small.add_argument("trace", type=Path)
     small.add_argument("target", type=Path)
-    small.add_argument("--steps", type=int, default=2, help="steps kept")
+    small.add_argument("--steps", type=_count(1), default=2, help="steps kept")
     small.set_defaults(run=_cut)
     return parser
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: expected an integer of at least {least}")
+        return int(text)
+
+    return read
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: expected milliseconds above 0")
+    return value
 
 
 def _show(options: argparse.Namespace) -> None:

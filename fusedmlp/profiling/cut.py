@@ -1,5 +1,6 @@
 """A small trace out of a large one: some steps with what the analysis reads, which a repository can hold."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -23,20 +24,22 @@ def cut(source: Path, target: Path, steps: int) -> int:
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
         raise UserError(f"{source}: JSON, but no Chrome trace: it has no list of traceEvents")
+    if target.exists() and target.samefile(source):
+        raise UserError(f"{target}: this is the trace that is cut, and would be lost; give another file")
+    events = list(trace.complete(events))
     low, high = _span(source, events, steps)
     on_gpu = any(event.get("cat") in trace.ON_GPU for event in events)
     wanted = (trace.RANGE, *trace.CALLS) if on_gpu else (trace.RANGE, trace.OP)
-    host = [event for event in events if event.get("cat") in wanted and event.get("ph") == "X"
-            and low <= _time(event) < high]  # fmt: skip
-    launched = {event["args"]["correlation"] for event in host if event.get("cat") in trace.CALLS and "args" in event}
+    host = [event for event in events if event["cat"] in wanted and low <= _time(event) < high]
+    launched = {_correlation(event) for event in host if event["cat"] in trace.CALLS} - {None}
     device = [event for event in events if event.get("cat") in trace.ON_GPU and _correlation(event) in launched]
     reached = {_correlation(event) for event in device}
     # Of the calls only those that started something, or that wait.
     host = [
         event
         for event in host
-        if event["cat"] not in trace.CALLS or _correlation(event) in reached or BLOCKING.match(event["name"])
-        or LAUNCH.match(event["name"])
+        if event["cat"] not in trace.CALLS or _correlation(event) in reached or BLOCKING.match(_name(event))
+        or LAUNCH.match(_name(event))
     ]  # fmt: skip
     kept = sorted((_small(event) for event in host + device), key=lambda event: event["ts"])
     origin = kept[0]["ts"]
@@ -50,9 +53,9 @@ def cut(source: Path, target: Path, steps: int) -> int:
 
 def _span(source: Path, events: list[Any], steps: int) -> tuple[float, float]:
     """Begin of the first step and end of the last one that is kept, on the CPU."""
-    ranges = [event for event in events if event.get("cat") == trace.RANGE and event.get("ph") == "X"]
-    marked = [event for event in ranges if event["name"] == STEP]
-    marked = marked or [event for event in ranges if event["name"].startswith("ProfilerStep")]
+    ranges = [event for event in events if event["cat"] == trace.RANGE]
+    marked = [event for event in ranges if _name(event) == STEP]
+    marked = marked or [event for event in ranges if _name(event).startswith("ProfilerStep")]
     if not 1 <= steps <= len(marked):
         raise UserError(f"{source}: it has {len(marked)} steps, so {steps} cannot be cut out of it")
     marked.sort(key=_time)
@@ -60,7 +63,11 @@ def _span(source: Path, events: list[Any], steps: int) -> tuple[float, float]:
 
 
 def _time(event: dict[str, Any]) -> float:
-    return float(event.get("ts", -1.0))
+    return float(event["ts"])
+
+
+def _name(event: dict[str, Any]) -> str:
+    return str(event.get("name", ""))
 
 
 def _correlation(event: dict[str, Any]) -> Any:
@@ -68,7 +75,7 @@ def _correlation(event: dict[str, Any]) -> Any:
 
 
 def _small(event: dict[str, Any]) -> dict[str, Any]:
-    small = {name: event[name] for name in ("ph", "cat", "name", "pid", "tid", "ts", "dur")}
+    small = {name: event[name] for name in ("ph", "cat", "name", "pid", "tid", "ts", "dur") if name in event}
     arguments = {name: event["args"][name] for name in _ARGUMENTS if name in (event.get("args") or {})}
     return small | {"args": arguments}
 
@@ -77,5 +84,10 @@ def _write(target: Path, content: dict[str, Any]) -> None:
     partial = target.with_name(f"{target.name}.partial")
     data = json.dumps(content, separators=(",", ":")).encode()
     # No time stamp in the header: the same cut is the same file.
-    partial.write_bytes(gzip.compress(data, 9, mtime=0) if target.name.endswith(".gz") else data)
-    os.replace(partial, target)
+    try:
+        partial.write_bytes(gzip.compress(data, 9, mtime=0) if target.name.endswith(".gz") else data)
+        os.replace(partial, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise UserError(f"{target}: the trace cannot be written: {error.strerror}") from error

@@ -27,6 +27,8 @@ def draw(trace: Trace, target: Path, shown_steps: int = 2, title: str = "") -> N
 
     Raises: UserError for another kind of file, or one that cannot be written.
     """
+    if target.is_dir() or not target.suffix:
+        raise UserError(f"{target}: expected the name of a file that says what kind it is, such as timeline.png")
     import matplotlib
 
     matplotlib.use("agg")
@@ -111,7 +113,9 @@ def _gpu_lanes(trace: Trace) -> list[tuple[str, Bars]]:
         bars: Bars = []
         for name in kinds.KINDS:
             mask = (trace.gpu.lane == lane) & (kind == name)
-            bars.append((name, _COLOURS[name], (trace.gpu.start[mask], trace.gpu.end[mask])))
+            # The optimizer is a range on the CPU, too, in another colour.
+            label = f"{name} kernels" if name in _RANGES else name
+            bars.append((label, _COLOURS[name], (trace.gpu.start[mask], trace.gpu.end[mask])))
         lanes.append((f"GPU: stream {lane}", bars))
     return lanes
 

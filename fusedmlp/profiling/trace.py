@@ -8,7 +8,7 @@ import gc
 import gzip
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,10 @@ def from_events(events: Iterable[Any]) -> Trace:
     place: dict[Any, list[tuple[Any, ...]]] = dict.fromkeys(ON_GPU, rows["gpu"]) | dict.fromkeys(CALLS, rows["calls"])
     place |= {RANGE: rows["ranges"], OP: rows["ops"]}
     devices: dict[Any, int] = {}
-    for event in events:
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
-        category = event.get("cat")
+    for event in complete(events):
+        category, start, duration = event["cat"], event["ts"], event["dur"]
         target = place.get(category)
-        start, duration = event.get("ts"), event.get("dur")
-        if target is None or not isinstance(start, int | float) or not isinstance(duration, int | float):
+        if target is None:
             continue
         arguments = event.get("args") or {}
         correlation, lane, device = arguments.get("correlation", -1), event.get("tid"), event.get("pid")
@@ -150,6 +147,16 @@ def from_events(events: Iterable[Any]) -> Trace:
     origin = min((row[0] for group in rows.values() for row in group), default=0.0)
     gpu, calls, ranges, ops = (_columns(rows[name], origin) for name in ("gpu", "calls", "ranges", "ops"))
     return Trace(gpu, calls, ranges, ops)
+
+
+def complete(events: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The events of phase X that have a category, a begin and a duration. Other tools write what they like."""
+    for event in events:
+        if not isinstance(event, dict) or event.get("ph") != "X" or not isinstance(event.get("cat"), str):
+            continue
+        numbers = isinstance(event.get("ts"), int | float) and isinstance(event.get("dur"), int | float)
+        if numbers and isinstance(event.get("args") or {}, dict):
+            yield event
 
 
 def _columns(rows: list[tuple[Any, ...]], origin: float) -> Events:

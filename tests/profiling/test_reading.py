@@ -35,6 +35,8 @@ def read(tmp_path, data: bytes, name: str = "trace.json"):
         (b'{"status": "completed"}', ("no Chrome trace", "traceEvents")),
         (b"3", ("no Chrome trace",)),
         (b'{"traceEvents": []}', ("empty",)),
+        (b'{"traceEvents": [{"ph": "X", "cat": [], "ts": 1, "dur": 1}]}', ("empty",)),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": 1, "args": 5}]}', ("empty",)),
         (b'{"traceEvents": [null, 1, {"ph": "M"}, {"ph": "X", "cat": "kernel", "name": "k"}]}', ("empty",)),
         (gzip.compress(json.dumps(content(*SCENES["launch"])).encode())[:-400], ("truncated or damaged",)),
         (b"\x1f\x8b\x08\0garbage", ("truncated or damaged",)),
@@ -101,6 +103,35 @@ def test_a_wrong_trace_on_the_command_line(tmp_path, capsys):
     assert captured.err.count("\n") == 1
     with pytest.raises(SystemExit):
         main(["compare", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("{trace}", "--top", "-1"), "at least 0"),
+        (("{trace}", "--step-ms", "nan"), "above 0"),
+        (("picture", "{trace}", "out.png", "--steps", "0"), "at least 1"),
+        (("shwo", "{trace}"), "shwo: no such command; accepted: show"),
+    ],
+)
+def test_a_wrong_word_on_the_command_line(launch, words, said, capsys):
+    try:
+        code = main([word.format(trace=launch) for word in words])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_is_written_to_the_wrong_place(launch, capsys):
+    before, folder = launch.read_bytes(), launch.parent / "folder"
+    folder.mkdir()
+    for words in (["cut", launch, launch], ["cut", launch, folder], ["cut", launch, folder / "no" / "a.json"],
+                  ["picture", launch, folder]):  # fmt: skip
+        assert main([*map(str, words)]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {words[-1]}: ")
+    assert launch.read_bytes() == before
+    assert sorted(path.name for path in launch.parent.rglob("*")) == ["folder", "launch.json.gz"]
 
 
 def test_compare_tells_what_came_and_went(tmp_path, capsys):
