@@ -46,7 +46,8 @@ def _of(run: Run) -> Machine | None:
     environment, git = run.fields.get("environment"), run.fields.get("git") or {}
     if not environment:
         return None
-    return (*(environment.get(name) for name in ENVIRONMENT), git.get("commit"), git.get("dirty"))
+    values = (*(environment.get(name) for name in ENVIRONMENT), git.get("commit"), git.get("dirty"))
+    return tuple(value if isinstance(value, str | int | float) else None for value in values)
 
 
 def name_of(machine: Machine) -> str:

@@ -128,7 +128,8 @@ def _notes(groups: Sequence[Group]) -> list[str]:
         )
     if any(len(cell.completed) > 1 for cell in cells):
         notes.append(verdict.RULE)
-    notes.append(agreement.EXPLANATION)
+    if any(sum(bool(cell.completed) for cell in one.cells) > 1 for one in groups):
+        notes.append(agreement.EXPLANATION)
     if any((run.config.get("data") or {}).get("source") == "synthetic" for cell in cells for run in cell.runs):
         notes.append("Random bytes (data=synthetic) cannot be learnt: there, losses agree whatever an impl computes.")
     return notes

@@ -44,12 +44,13 @@ class Run:
     @property
     def overrides(self) -> dict[str, str]:
         """Key -> value of the command line, as text."""
-        pairs = (word.partition("=") for word in self.fields.get("overrides") or [])
+        pairs = (str(word).partition("=") for word in self.fields.get("overrides") or [])
         return {key.lstrip("+~"): value.strip("'\"") for key, _, value in pairs}
 
     @property
     def speed(self) -> dict[str, Any]:
-        return self.fields.get("throughput") or {}
+        measured = self.fields.get("throughput") or {}
+        return {name: value for name, value in measured.items() if value is None or isinstance(value, int | float)}
 
     @property
     def final_loss(self) -> tuple[str, float] | None:
@@ -135,8 +136,10 @@ def _single(folder: Path) -> Iterable[Run]:
     for file in sorted(folder.rglob(result.FILE)):
         if not any(sweep in file.parents for sweep in sweeps):
             run = _read(file.parent, file.parent)
-            if run.fields:
-                yield run
+            if not run.fields:
+                known = {name: run.config[name] for name in ("impl", "dim", "seed") if name in run.config}
+                run.fields = known | {"status": "unknown", "reason": f"its {result.FILE} is empty or damaged"}
+            yield run
 
 
 def _read(folder: Path, root: Path) -> Run:
@@ -146,6 +149,22 @@ def _read(folder: Path, root: Path) -> Run:
         fields = {}
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         config = {}
-    return Run(root, folder, fields if isinstance(fields, dict) else {}, config if isinstance(config, dict) else {})
+    return Run(root, folder, _sound(fields, _FIELDS), _sound(config, _SECTIONS))
+
+
+# What is looked into, and the types that it has if nobody has edited the file.
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "status": (str,), "overrides": (list,), "steps": (int,), "final_train_loss": (int, float),
+    "final_val_loss": (int, float), "peak_memory_gib": (int, float),
+    **dict.fromkeys(("environment", "git", "throughput", "cuda_graph", "trace", "seconds", "data"), (dict,)),
+}  # fmt: skip
+_SECTIONS: dict[str, tuple[type, ...]] = dict.fromkeys(("model", "data", "trainer"), (dict,))
+
+
+def _sound(content: Any, types: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+    """What a file holds, without what has another type than it should."""
+    if not isinstance(content, dict):
+        return {}
+    return {name: value for name, value in content.items() if isinstance(value, types.get(name, object))}

@@ -9,6 +9,8 @@ from reporting.fakes import COMMIT, H200, failed, result, write_run, write_sweep
 from fusedmlp.errors import UserError
 from fusedmlp.reporting import machines
 from fusedmlp.reporting.cells import group, swept_keys, title
+from fusedmlp.reporting.html import render
+from fusedmlp.reporting.report import build
 from fusedmlp.reporting.runs import load
 
 
@@ -47,6 +49,29 @@ def test_a_damaged_result_is_no_reason_to_fail(tmp_path):
     (sweep / "1-triton-dim512" / "result.json").write_text('{"status": "comp')
     (sweep / "1-triton-dim512" / "config.yaml").write_text("a: [")
     assert len(load([sweep])) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("result.json", b""),
+        ("result.json", b"\xff\xfe"),
+        ("result.json", b'{"status": 3, "overrides": [1], "throughput": "x", "environment": [], "trace": 1}'),
+        ("result.json", b'{"throughput": {"step_ms_median": "fast"}, "environment": {"gpu": []}}'),
+        ("config.yaml", b"\xff\xfe"),
+        ("config.yaml", b"model: 3\ntrainer: x\ndata: []"),
+    ],
+)
+def test_a_report_over_a_run_that_is_damaged(tmp_path, name, content):
+    write_run(tmp_path / "good", result("native"))
+    write_run(tmp_path / "bad", result("triton"))
+    (tmp_path / "bad" / name).write_bytes(content)
+    report = build([tmp_path])
+    assert report.state.startswith("2 runs: ")
+    render(report)
+    if not content:
+        (bad,) = [run for run in load([tmp_path]) if run.folder.name == "bad"]
+        assert (bad.status, bad.fields["reason"]) == ("unknown", "its result.json is empty or damaged")
 
 
 @pytest.mark.parametrize(("name", "said"), [("none", "is no directory"), (".", "holds no run: neither result.json")])
