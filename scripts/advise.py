@@ -79,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         entries = calibration.load(args.calibration) if args.calibration else calibration.BUILT_IN
         sizes = {name: getattr(args, name) for name in SIZE_NAMES if getattr(args, name) is not None}
+        if args.model and args.shape:
+            raise UserError(f"--shape belongs to an op; a model takes {', '.join(f'--{name}' for name in SIZE_NAMES)}")
         if sizes and args.op:
             raise UserError(f"--{next(iter(sizes))} belongs to a model; an op takes --shape")
         # Another card than the one here cannot be measured.
@@ -92,7 +94,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(advice.text())
     if args.out:
-        args.out.write_text(json.dumps({"title": advice.title, "ops": advice.rows(), "step": advice.step}, indent=1))
+        content = {"title": advice.title, "ops": advice.rows(), "step": advice.step}
+        try:
+            args.out.write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            print(f"error: --out {args.out} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
     return 0
 
 

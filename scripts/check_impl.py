@@ -233,13 +233,16 @@ def main() -> int:
         return 0
     if options.out is None:
         parser.error("--out DIR is missing")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} cannot be made: {error.strerror}")
     start = build_seconds() if impl == "cuda" else {}
     print(timing.markdown_table([start]), flush=True)
     rows = check(impl, options.quick)
     host = host_times(impl)
     text = "\n\n".join(timing.markdown_table(table) for table in ([start], rows, host) if table != [{}])
     print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
     record = {"environment": timing.environment(), "build": start, "errors": rows, "host": host}
     (options.out / f"{impl}.json").write_text(json.dumps(record, indent=1) + "\n")
     (options.out / f"{impl}.md").write_text(text + "\n")

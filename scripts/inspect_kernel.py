@@ -95,7 +95,14 @@ def report(case: Case, kernels: list[Kernel], modules: dict[str, str], card: Car
 
 
 def write(folder: Path, kernels: list[Kernel], modules: dict[str, str]) -> None:
-    """One .ptx and one .sass for each kernel, one .py for each generated module."""
+    """One .ptx and one .sass for each kernel, one .py for each generated module. Raises: UserError."""
+    try:
+        _write(folder, kernels, modules)
+    except OSError as error:
+        raise UserError(f"--out {folder} cannot be written: {error.strerror}") from error
+
+
+def _write(folder: Path, kernels: list[Kernel], modules: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number, kernel in enumerate(kernels):
         name = "".join(c if c.isalnum() else "_" for c in kernel.name).strip("_")
@@ -111,9 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
         case = parse_case(args.op, args.shape or SHAPES[args.op], args.dtype, args.approximate)
         card = choose_card(args.arch, args.card)
         kernels, modules = inspect_op(case, args.impl, args.direction, card)
+        report(case, kernels, modules, card, args.show)
         if args.out:
             write(args.out, kernels, modules)
-        report(case, kernels, modules, card, args.show)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

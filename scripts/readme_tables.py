@@ -32,12 +32,16 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if wanted == args.readme.read_text():
+    if wanted == args.readme.read_text(encoding="utf-8"):
         return 0
     if args.check:
         print(f"{args.readme} differs from its records; run python scripts/readme_tables.py", file=sys.stderr)
         return 1
-    args.readme.write_text(wanted)
+    try:
+        args.readme.write_text(wanted, encoding="utf-8")
+    except OSError as error:
+        print(f"error: {args.readme} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     print(f"{args.readme} rewritten")
     return 0
 

@@ -26,8 +26,14 @@ def load(path: Path = FILE) -> list[Entry]:
         return _from_record(content)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is neither a calibration nor a record of scripts/bench.py: no text") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is neither a calibration nor a record of scripts/bench.py: {error!r}") from error
+        raise UserError(f"{path} is neither a calibration nor a record of scripts/bench.py: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 BUILT_IN = load()
@@ -43,9 +49,15 @@ def update(record: Path, known: Sequence[Entry]) -> list[Entry]:
 def save(path: Path, sources: Sequence[str], entries: Sequence[Entry]) -> None:
     """Write a calibration file, an entry a line."""
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-    path.write_text(f'{{\n "sources": {json.dumps(list(sources))},\n "entries": [\n{lines}\n ]\n}}\n')
+    content = f'{{\n "sources": {json.dumps(list(sources))},\n "entries": [\n{lines}\n ]\n}}\n'
+    try:
+        path.write_text(content)
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
 
 
 def _from_record(content: dict[str, Any]) -> list[Entry]:
+    if "tables" in content and "copy_gb_per_s" not in content.get("limits", {}):
+        raise ValueError("the record has no measured copy bandwidth; let bench.py measure the table copy too, on a GPU")
     rows = [row for table in content["tables"].values() for row in table if "share_of_limit" in row]
     return calibrate(rows, content["limits"]["copy_gb_per_s"])

@@ -4,6 +4,7 @@
 out_features.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -123,7 +124,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
     parts = text.lower().split("x")
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise UserError(f"shape {text!r} is not sizes joined by x; accepted: for example 16384x768")
-    return tuple(map(int, parts))
+    sizes = tuple(map(int, parts))
+    if math.prod(sizes) > 2**48:
+        raise UserError(f"shape {text!r} is larger than any memory")
+    return sizes
 
 
 def make_tensors(case: Case, device: torch.device) -> dict[str, Tensor | None]:

@@ -9,7 +9,7 @@ import torch
 from fusedmlp.bench import candidates, gate, launches, traffic
 from fusedmlp.bench.cases import USUAL_DIRECTIONS, Case, make_tensors
 from fusedmlp.bench.clock import Function, Measured, Pace, in_turns
-from fusedmlp.errors import UserError
+from fusedmlp.errors import UserError, is_out_of_memory
 from fusedmlp.profiling.timing import peak_bytes
 
 LIMIT = "limit"
@@ -46,8 +46,10 @@ def measure_case(case: Case, bench: Bench) -> list[dict[str, Any]]:
         native = candidates.impl_op("native", case)
         dy = torch.randn_like(native(*(t for t in tensors.values())))
         oracle = gate.make_oracle(case, tensors, dy)
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"{case} does not fit into this GPU's memory; give a smaller --shape") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"{case} does not fit into memory; give a smaller --shape") from error
     checked, rows = [], []
     for name, op in _ops(case, bench):
         try:

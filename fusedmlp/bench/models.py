@@ -70,14 +70,19 @@ MODELS = {
 
 
 def check_sizes(model: str, sizes: Sizes) -> Sizes:
-    """The model's sizes, `sizes` over its defaults. Raises: UserError for a size that it has not, or below 1."""
+    """The model's sizes, `sizes` over its defaults. Raises: UserError for a size that it has not, or below 1.
+
+    Heads that are not given are 64 wide where that fits, as GPT-2's are.
+    """
     defaults = MODELS[model].defaults
     for name, value in sizes.items():
         if name not in defaults:
             raise UserError(f"model {model} has no size {name!r}; accepted: {', '.join(defaults)}")
-        if value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
+        if not 1 <= value < 2**31:
+            raise UserError(f"{name}={value}: expected an integer from 1 to {2**31 - 1}")
     given = defaults | sizes
+    if "heads" in given and "heads" not in sizes and given["dim"] % 64 == 0:
+        given["heads"] = given["dim"] // 64
     if "heads" in given and given["dim"] % given["heads"]:
         raise UserError(f"dim={given['dim']} must be a multiple of heads={given['heads']}")
     return given

@@ -48,10 +48,10 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         named = ", ".join(f"{op} ({SIZES[op]})" for op in OPS)
         raise UserError(f"--shape belongs to ops; name those that it fits before it: {named}")
     for name, value in (("rounds", args.rounds), ("rep", args.rep), ("settle", args.settle + 1)):
-        if not value > 0:
-            raise UserError(f"--{name} must be {'at least 0' if name == 'settle' else 'more than 0'}")
-    if any(size < 1 for size in args.size):
-        raise UserError("--size must be at least 1")
+        if not 0 < value < float("inf"):
+            raise UserError(f"--{name} must be {'at least 0' if name == 'settle' else 'more than 0'}, and finite")
+    if any(not 1 <= size <= 2**24 for size in args.size):
+        raise UserError(f"--size must be at least 1, and at most {2**24}")
     peers = [name for name in PEERS if installed(name)] if args.peers else []
     if args.peers and not peers:
         raise UserError("--peers: none is installed; pip install liger-kernel quack-kernels, or leave the flag out")

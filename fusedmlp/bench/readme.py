@@ -24,7 +24,10 @@ Record = Mapping[str, Any]
 
 def render(readme: Path) -> str:
     """The README's text with every generated part as the records give it. Raises: UserError."""
-    current = readme.read_text()
+    try:
+        current = readme.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{readme} cannot be read as text: {error}") from error
     opened = len(re.findall(r"<!-- bench ", current))
     if opened != len(_PART.findall(current)):
         raise UserError(f"{readme}: a part that begins with <!-- bench TABLE RECORD --> has no <!-- end bench -->")
@@ -37,7 +40,9 @@ def generate(table: str, record: Path) -> str:
         raise UserError(f"table {table!r} is unknown; accepted: {', '.join(TABLES)}")
     try:
         content = json.loads(record.read_text())
-    except (OSError, ValueError) as error:
+        if not isinstance(content["tables"], dict):
+            raise ValueError("no tables in it")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{record} cannot be read as a record of scripts/bench.py: {error}") from error
     needed, function = TABLES[table]
     if needed and not content["tables"].get(needed):

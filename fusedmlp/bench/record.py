@@ -2,13 +2,16 @@
 
 import csv
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fusedmlp.errors import UserError
 from fusedmlp.profiling.timing import markdown_table
 from fusedmlp.training.environment import describe, git_state
 
@@ -23,11 +26,37 @@ def environment(device: torch.device) -> dict[str, Any]:
     return facts | git_state(Path(__file__).parent) | {"command": " ".join(sys.argv)}
 
 
+def claim(folder: Path) -> None:
+    """Makes the directory. Raises: UserError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritten(folder, error) from error
+
+
+def _unwritten(folder: Path, error: OSError) -> UserError:
+    return UserError(f"--out {folder} cannot be written: {error.strerror}; give another folder")
+
+
 def write(folder: Path, facts: Mapping[str, Any], limits: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
-    """Write bench.json, bench.md and a CSV for each table into `folder`."""
+    """Write bench.json, bench.md and a CSV for each table into `folder`.
+
+    Raises: UserError if that fails, and what was written before is still there.
+    """
+    try:
+        _write(folder, facts, limits, tables)
+    except OSError as error:
+        raise _unwritten(folder, error) from error
+
+
+def _write(folder: Path, facts: Mapping[str, Any], limits: Mapping[str, float], tables: Mapping[str, Rows]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = {"environment": dict(facts), "limits": dict(limits), "tables": {n: list(r) for n, r in tables.items()}}
-    (folder / "bench.json").write_text(json.dumps(record, indent=1) + "\n")
+    partial = folder / "bench.json.partial"
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(partial, folder / "bench.json")
     for name, rows in tables.items():
         _write_csv(folder / f"{name}.csv", rows)
     parts = ["# Op by op", *(f"## {name}\n\n{markdown_table(for_people(rows))}" for name, rows in tables.items())]

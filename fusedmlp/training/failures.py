@@ -3,14 +3,11 @@
 import signal
 from dataclasses import dataclass
 
-import torch
-
-from fusedmlp.errors import UserError
+from fusedmlp.errors import UserError, is_out_of_memory
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.monitor import Diverged
 
 EXIT_FAILED = 1
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,6 @@ def ending_of(error: BaseException | None) -> Ending:
         hint = "free some space or permissions, or choose another directory with hydra.run.dir=DIR"
         return Ending("failed", f"{error.strerror}{where}", hint, EXIT_FAILED, bug=True)
     return Ending("failed", f"{type(error).__name__}: {_one_line(error)}", None, EXIT_FAILED, bug=True)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU or the host ran out of memory. The CPU allocator says so in the text of a RuntimeError only."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def _one_line(error: BaseException) -> str:

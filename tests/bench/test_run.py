@@ -76,6 +76,7 @@ def test_readme_agrees_with_its_records():
     [
         ("<!-- bench relu {record} -->\n<!-- end bench -->", "'relu' is unknown"),
         ("<!-- bench gelu none.json -->\n<!-- end bench -->", "none.json cannot be read"),
+        ("<!-- bench gelu README.md -->\n<!-- end bench -->", "README.md cannot be read as a record"),
         ("<!-- bench advice {record} -->\n<!-- end bench -->", "has no table 'advice'"),
         ("<!-- bench gelu {record} -->\n", "has no <!-- end bench -->"),
     ],
@@ -119,7 +120,11 @@ def test_an_implementation_that_fails_is_a_row_and_an_exit_status(tmp_path, monk
         (["--rounds", "0"], "--rounds must be more than 0"),
         (["--rep", "-1"], "--rep must be more than 0"),
         (["--settle", "-1"], "--settle must be at least 0"),
+        (["--rep", "inf"], "--rep must be more than 0, and finite"),
         (["--size", "0"], "--size must be at least 1"),
+        (["copy", "--size", "99999999999999999999"], "--size must be at least 1, and at most"),
+        (["gelu", "--shape", "99999999999999999999x4"], "larger than any memory"),
+        (["gelu", "--shape", "4x4", "--calibration", "none.json"], "none.json cannot be read"),
         (["--peers"], "--peers: none is installed"),
         (["--device", "cuda"], "there is no CUDA GPU here"),
     ],
@@ -130,6 +135,21 @@ def test_wrong_arguments(arguments, words, capsys, monkeypatch, tmp_path):
     assert script("bench").main([*arguments, "--out", str(tmp_path / "none")]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_measuring(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_run, "measure_case", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert script("bench").main([*QUICK, "gelu", "--out", str(tmp_path / "file")]) == 2
+    assert f"--out {tmp_path / 'file'} cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["gelu", "--shape", "1000000x1000000"], ["copy", "--size", "4000000"]])
+def test_too_little_memory_is_one_message(arguments, tmp_path, capsys):
+    assert script("bench").main([*QUICK, *arguments, "--impl", "native", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "memory" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["relu"], ["gelu", "--dtype", "fp8"], ["gelu", "--approximate", "exact"]])
@@ -184,6 +204,7 @@ def test_advice_on_the_command_line(tmp_path, capsys):
     assert "mlp (x12)" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "a").read_text())["ops"]) == 5
     assert main(["--op", "softmax", "--shape", "64x64", "--card", "a100"]) == 0
+    assert main(["--model", "gpt", "--dim", "1024", "--card", "h200"]) == 0, "heads follow from dim"
 
 
 def test_calibrating_on_the_command_line(folder, tmp_path, capsys):
@@ -205,6 +226,9 @@ def test_calibrating_on_the_command_line(folder, tmp_path, capsys):
         (["--model", "gpt"], "there is no GPU here; name the card"),
         (["--model", "mlp", "--card", "h200", "--context", "4"], "no size 'context'"),
         (["--op", "gelu", "--card", "h200"], "needs a shape"),
+        (["--model", "mlp", "--card", "h200", "--shape", "4x4"], "--shape belongs to an op"),
+        (["--model", "mlp", "--card", "h200", "--dim", "99999999999999999999"], "expected an integer from 1"),
+        (["--model", "mlp", "--card", "h200", "--out", "/no/such/place"], "--out /no/such/place cannot be written"),
         (["--op", "gelu", "--card", "h200", "--shape", "4x4", "--dim", "4"], "--dim belongs to a model"),
         (["--op", "gelu", "--card", "h200", "--shape", "4x4", "--calibration", "none.json"], "cannot be read"),
     ],
