@@ -78,7 +78,7 @@ def test_gpt_on_the_users_text(train, tmp_path):
     for label in ("run", "metrics", "result", "log", "checkpoint"):
         (place,) = re.findall(rf"^ *{label} +(\S+)$", out, flags=re.M)
         assert (tmp_path / place).exists()
-    assert re.search(r"^next +python train.py impl=compiled dim=32 .*model=gpt", out, flags=re.M)
+    assert re.search(r"^next +python \S*train.py impl=compiled dim=32 .*model=gpt", out, flags=re.M)
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_printed_command_goes_on(command, tra
     assert found["steps"] >= 3
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", found["wandb"]]
     assert json.loads(subprocess.run(inspect, capture_output=True, check=True).stdout)["exit_code"] == 130
-    (again,) = re.findall(r"^next +python train.py (.*)$", out, flags=re.M)
+    (again,) = re.findall(r"^next +python \S*train.py (.*)$", out, flags=re.M)
     code, out, err = train(*again.split(), f"trainer.max_steps={found['steps'] + 2}")
     assert code == 0, out + err
     assert f"step {found['steps'] + 1}/" in out
