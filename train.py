@@ -6,8 +6,10 @@ python train.py -m impl=manual,native,compiled dim=128,256    # every combinatio
 python train.py --help                                        # all groups, options and values
 """
 
+import os
 import signal
 from pathlib import Path
+from typing import Any
 
 # PyTorch and Lightning take seconds to import; Ctrl-C meanwhile ends the process, without a traceback of where it was.
 # A run takes the signals over when it begins.
@@ -17,13 +19,16 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fusedmlp.profiling.relaunch import relaunch
 from fusedmlp.sweep import plugin
-from fusedmlp.sweep.job import GROUP, join_sweep
+from fusedmlp.sweep.command import job_command
+from fusedmlp.sweep.job import GROUP, PARENT, join_sweep
 from fusedmlp.training.cli import Jobs, launch, register_impls
+from fusedmlp.training.place import Start, find
 from fusedmlp.training.run import run
+from fusedmlp.training.supervisor import start_ranks
 
 jobs = Jobs()
 group = join_sweep()
@@ -42,8 +47,17 @@ def main(cfg: DictConfig) -> None:
         if code is not None:
             return jobs.ended_under(code)
     name = group if sweep is None else "-".join(sweep.parts[-2:])
-    result, ending = run(cfg, Path(job.runtime.output_dir), list(job.overrides.task), name)
-    jobs.ended(result, ending)
+    folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
+    place = find(cfg.trainer)
+    if isinstance(place, Start):
+        config: Any = HydraConfig.instance().cfg
+        number = 0 if OmegaConf.is_missing(job.job, "num") else job.job.num
+        shared = {PARENT: str(os.getpid())} | ({GROUP: name} if name else {})
+        return jobs.ended_under(start_ranks(place, job_command(config, overrides, folder, number), shared))
+    result, ending = run(cfg, folder, overrides, name, place)
+    if place.rank == 0:
+        return jobs.ended(result, ending)
+    return jobs.ended_under(ending.exit_code)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 LAUNCH_SHARE = 0.7
 
 
-def obstacle(device: torch.device, optimizer: Optimizer, num_devices: int) -> str | None:
+def obstacle(device: torch.device, optimizer: Optimizer, strategy: str = "single") -> str | None:
     """Why no step of a run on `device` can be captured, whatever the model; None if nothing speaks against it."""
     if device.type != "cuda":
         return f"a CUDA graph needs an NVIDIA GPU, and this run is on the {device.type.upper()}"
-    if num_devices > 1:
-        return f"a step on {num_devices} devices is not captured, because their communication is not part of a graph"
+    if strategy != "single":
+        return f"a step under trainer={strategy} is not captured, because its communication is not part of a graph"
     if "capturable" not in optimizer.defaults:
         return f"the optimizer {type(optimizer).__name__} has no capturable form"
     return None

@@ -12,9 +12,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from fusedmlp.errors import UserError
-from fusedmlp.training.interrupt import Interrupted, StopRequests
+from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.options import TrainerOptions
+from fusedmlp.training.peers import Peers
 from fusedmlp.training.task import LanguageModelTask
 
 LAST = "last.ckpt"
@@ -31,7 +32,7 @@ class Checkpoints(Callback):
     Args:
         run_folder: its checkpoints/ receives last.ckpt.
         model_config: what the model was built from, without impl: every impl can load it.
-        stop: signals to look at after every step.
+        peers: the ranks, one of which may have got a signal to stop.
     """
 
     def __init__(
@@ -39,20 +40,24 @@ class Checkpoints(Callback):
         run_folder: Path,
         options: TrainerOptions,
         monitor: Monitor,
-        stop: StopRequests,
+        peers: Peers,
         model_config: Mapping[str, Any],
     ):
         self.path = run_folder / "checkpoints" / LAST
-        self.options, self.monitor, self.stop = options, monitor, stop
+        self.options, self.monitor, self.peers = options, monitor, peers
         self.model_config = dict(model_config)
         self.written: Path | None = None
         self._rng: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
-        if self._rng is not None:
+        if self._rng is not None and self.peers.is_first:
             _set_rng_state(self._rng)
-        self.stop.install()
-        self.stop.deferred = True
+        elif not self.peers.is_first:
+            # What is random in a forward pass differs from rank to rank.
+            _seed(self.peers.place.rank, trainer.global_step)
+        self.peers.begin(trainer.global_step + 1)
+        self.peers.stop.install()
+        self.peers.stop.deferred = True
 
     def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
         if not task.step_done:
@@ -73,7 +78,7 @@ class Checkpoints(Callback):
 
     def _step_end(self, trainer: Trainer, task: LanguageModelTask) -> None:
         step, every = trainer.global_step, self.options.checkpoint_every
-        stopped = self.stop.received
+        stopped = self.peers.stop_after(step)
         if stopped is not None or step == self.options.max_steps or (every > 0 and step % every == 0):
             self.monitor.clock.pause()
             self.monitor.settle(step, task)
@@ -167,8 +172,13 @@ def _rng_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype("int64")), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # Of the device at hand: asking all of them would take memory on each.
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
     }
+
+
+def _seed(rank: int, step: int) -> None:
+    torch.manual_seed(torch.initial_seed() + 7919 * rank + 1_000_003 * step)
 
 
 def _set_rng_state(state: dict[str, Any]) -> None:
@@ -177,5 +187,7 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
-    if len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] and torch.cuda.is_available():
+        # Older checkpoints have one for every device.
+        own = torch.cuda.current_device() if len(state["cuda"]) > 1 else 0
+        torch.cuda.set_rng_state(state["cuda"][min(own, len(state["cuda"]) - 1)])

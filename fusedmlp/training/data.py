@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,7 +33,7 @@ class TextDataModule(LightningDataModule):
     """Batches `(inputs, targets)`, each (B, T) int64, targets one token ahead of inputs; tokens are bytes.
 
     The training loader has no end, and its micro-batch i depends on the seed and i alone. The last `val_fraction` of
-    the corpus is the validation split; every rank sees the same validation batches.
+    the corpus is the validation split; ranks share its batches, as they do those of training.
 
     Args:
         source: "stdlib", "text", "hf" or "synthetic".
@@ -101,8 +102,14 @@ class TextDataModule(LightningDataModule):
     @property
     def order(self) -> WindowOrder:
         """The order of the training windows on this rank."""
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        rank, world_size = self._rank()
         return WindowOrder(self.num_train_tokens, self.seq_len, self.batch_size, self.seed, rank, world_size)
+
+    def _rank(self) -> tuple[int, int]:
+        """This rank and the number of ranks, as the strategy knows them."""
+        if self.trainer is None:
+            return 0, 1
+        return self.trainer.global_rank, getattr(self.trainer.strategy, "world_size", 1)
 
     def prepare_data(self) -> None:
         """Build the corpus where the cache lacks it (one process per node, the others wait)."""
@@ -125,8 +132,12 @@ class TextDataModule(LightningDataModule):
         return BatchLoader(batches, self.num_workers, self._pin_memory())
 
     def val_dataloader(self) -> ValLoader:
-        """At most `val_batches` batches of equal size, the same in every validation."""
-        starts = validation_starts(self.num_val_tokens, self.seq_len, self.batch_size, self.val_batches)
+        """At most `val_batches` batches of equal size, always the same ones; of several ranks, this one's part."""
+        rank, world_size = self._rank()
+        starts = validation_starts(self.num_val_tokens, self.seq_len, self.batch_size * world_size, self.val_batches)
+        # A split too small to share: every rank takes all of it, which gives the same mean.
+        if starts.shape[1] % world_size == 0:
+            starts = np.split(starts, world_size, axis=1)[rank]
         return ValLoader(ValBatches(self.corpus, starts, self.seq_len), self._pin_memory())
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -26,11 +27,15 @@ class StopRequests:
     Attributes:
         deferred: whether the first signal may wait for the end of a step; before the loop runs it stops at once.
         received: the signal that waits, or None.
+        at_once_s: signals that come within so many seconds of another are one, where a terminal sends Ctrl-C to every
+            process of the run and the one that started them hands it on besides.
     """
 
     def __init__(self) -> None:
         self.deferred = False
         self.received: int | None = None
+        self.at_once_s = 0.0
+        self._last = -float("inf")
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequests":
@@ -51,6 +56,9 @@ class StopRequests:
             signal.signal(number, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        before, self._last = self._last, time.monotonic()
+        if self._last - before < self.at_once_s:
+            return
         if not self.deferred or self.received is not None:
             raise Interrupted(signum)
         self.received = signum

@@ -7,8 +7,10 @@ pinned memory, and the loop goes on. A `Reading` is asked later whether it has a
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -19,19 +21,22 @@ class Reading:
         sums: (n,) fp32 on the host, valid once `event` has completed.
         weights: what each sum is divided by; a name of weight 0 has no mean.
         event: None if the sums are there already (CPU).
+        work: the sum over ranks on its way (CPU), or None.
     """
 
-    def __init__(self, sums: Tensor, weights: dict[str, float], event: torch.cuda.Event | None):
-        self._sums, self._weights, self._event = sums, weights, event
+    def __init__(self, sums: Tensor, weights: dict[str, float], event: torch.cuda.Event | None, work: Any = None):
+        self._sums, self._weights, self._event, self._work = sums, weights, event, work
 
     def ready(self) -> bool:
         """Whether `means` would return without waiting."""
-        return self._event is None or self._event.query()
+        return (self._event is None or self._event.query()) and (self._work is None or self._work.is_completed())
 
     def means(self) -> dict[str, float]:
         """Mean of every name that was added to since the reading before; waits for the copy if it has to."""
         if self._event is not None:
             self._event.synchronize()
+        if self._work is not None:
+            self._work.wait()
         sums = self._sums.tolist()
         return {
             name: value / weight for value, (name, weight) in zip(sums, self._weights.items(), strict=True) if weight
@@ -44,9 +49,11 @@ class DeviceMetrics:
     Args:
         names: what may be added.
         device: where the tensors are.
+        world_size: ranks that add the same names with the same weights; the mean is that over all of them.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device):
+    def __init__(self, names: Sequence[str], device: torch.device, world_size: int = 1):
+        self._world_size = world_size
         self._sums = torch.zeros(len(names), dtype=torch.float32, device=device)
         self._cells = {name: self._sums[i] for i, name in enumerate(names)}
         self._weights = dict.fromkeys(names, 0.0)
@@ -72,12 +79,20 @@ class DeviceMetrics:
     def read(self) -> Reading:
         """Starts the copy of all sums to the host and begins a new interval."""
         weights, self._weights = self._weights, dict.fromkeys(self._weights, 0.0)
+        sums, work, event = self._sums, None, None
+        if self._world_size > 1:
+            weights = {name: weight * self._world_size for name, weight in weights.items()}
+            sums = self._sums.clone()
+            work = dist.all_reduce(sums, async_op=True)
         if self._sums.is_cuda:
-            host = torch.empty_like(self._sums, device="cpu", pin_memory=True)
-            host.copy_(self._sums, non_blocking=True)
+            if work is not None:
+                work.wait()  # the stream does, not the host
+                work = None
+            host = torch.empty_like(sums, device="cpu", pin_memory=True)
+            host.copy_(sums, non_blocking=True)
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._sums.device))
+            event.record(torch.cuda.current_stream(sums.device))
         else:
-            host, event = self._sums.clone(), None
+            host = sums if work is not None else sums.clone()
         self._sums.zero_()
-        return Reading(host, weights, event)
+        return Reading(host, weights, event, work)

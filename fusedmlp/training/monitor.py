@@ -109,7 +109,9 @@ class Monitor(Callback):
         peak_memory = environment.peak_memory_gib(task.device)
         if peak_memory is not None:
             row["memory/peak_gib"] = peak_memory
-        samples, tokens = task.samples - self._samples, task.tokens - self._tokens
+        # Every rank takes as many.
+        samples = (task.samples - self._samples) * self.cost.devices
+        tokens = (task.tokens - self._tokens) * self.cost.devices
         self._samples, self._tokens = task.samples, task.tokens
         self._pending.append(Pending(row, task.train_metrics.read(), steps, samples, tokens))
 
@@ -121,6 +123,13 @@ class Monitor(Callback):
         """Waits for all rows that were requested and writes them. Raises: Diverged."""
         while self._pending:
             self._write(self._pending.popleft())
+
+    def give_up(self) -> None:
+        """Writes the rows that have arrived; what they wait for may never come."""
+        try:
+            self._write_arrived()
+        finally:
+            self._pending.clear()
 
     def settle(self, step: int, task: LanguageModelTask) -> None:
         """Requests and writes what there is up to `step`, so that its state is known to be finite. Raises: Diverged."""

@@ -19,6 +19,8 @@ from fusedmlp.errors import UserError
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 WANDB_MODES = ("offline", "online", "disabled")
 ACCELERATORS = ("auto", "cpu", "gpu")
+DISTRIBUTED = ("ddp", "fsdp")
+STRATEGIES = ("single", *DISTRIBUTED)
 PROFILE_TOOLS = ("torch", "nsys", "memory", "ncu")
 
 
@@ -41,7 +43,10 @@ class TrainerOptions:
     checkpoint: bool
     checkpoint_every: int
     accelerator: str
-    devices: int
+    strategy: str
+    devices: int | str
+    num_nodes: int
+    rank_timeout: float
     peak_tflops: float | None
     cuda_graph: bool | str
     read_loss_every_step: bool
@@ -75,7 +80,25 @@ class TrainerOptions:
             raise UserError(
                 "trainer.cuda_graph=true cannot replay steps that wait for the loss (trainer.read_loss_every_step)"
             )
-        require("trainer.devices", self.devices, self.devices == 1, "1; this version trains on one device")
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        choose("trainer.strategy", self.strategy, STRATEGIES)
+        require("trainer.rank_timeout", self.rank_timeout, 0 < self.rank_timeout < float("inf"),
+                "a number of seconds above 0")  # fmt: skip
+        if self.strategy == "single":
+            for name in ("devices", "num_nodes"):
+                require(f"trainer.{name}", getattr(self, name), getattr(self, name) == 1,
+                        "1 with trainer=default; several are for trainer=ddp and trainer=fsdp")  # fmt: skip
+            return
+        counts = isinstance(self.devices, int) and self.devices >= 1
+        require("trainer.devices", self.devices, self.devices == "auto" or counts, "an integer of at least 1, or auto")
+        require("trainer.num_nodes", self.num_nodes, self.num_nodes >= 1, "an integer of at least 1")
+        if self.cuda_graph is True:
+            raise UserError(
+                f"trainer.cuda_graph=true: a step under trainer={self.strategy} is not captured, because its "
+                "communication is not part of a graph; give auto or false"
+            )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,20 @@ def make_progress() -> Progress:
     return LiveProgress(Console()) if sys.stdout.isatty() else PlainProgress()
 
 
+class NoProgress:
+    """For the ranks whose run another one shows."""
+
+    def begin(self, first_step: int, max_steps: int) -> None: ...
+
+    def write(self, row: dict[str, float]) -> None: ...
+
+    def tick(self, step: int) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class _Status:
     """Numbers for one line, all from the host: nothing here asks the device for anything."""
 

@@ -44,6 +44,13 @@ class Result:
         os.replace(partial, self.folder / FILE)
 
 
+class UnwrittenResult(Result):
+    """The same fields on a rank that writes no file."""
+
+    def write(self, **fields: Any) -> None:
+        self.fields |= fields
+
+
 def claim_folder(wanted: Path) -> Path:
     """Makes a directory for one run: `wanted`, or `wanted`-2, -3 and so on if a run has it already.
 

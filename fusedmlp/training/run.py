@@ -1,12 +1,13 @@
 """One training run from its config to its result: build, fit, and record how it ended, whatever happened."""
 
+import dataclasses
 import gc
 import logging
+import os
 import shlex
 import sys
 import time
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from fusedmlp import auto, impls
 from fusedmlp.profiling.session import Session
 from fusedmlp.training import checkpoint, environment
 from fusedmlp.training.csv_sink import CsvSink
-from fusedmlp.training.failures import Ending, ending_of, is_out_of_memory
+from fusedmlp.training.failures import EXIT_FAILED, Ending, ending_of, is_out_of_memory
 from fusedmlp.training.interrupt import StopRequests
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.options import LoggerOptions, ProfileOptions, SweepOptions, TrainerOptions, build, require
 from fusedmlp.training.peaks import find_peak
-from fusedmlp.training.progress import make_progress
-from fusedmlp.training.result import Result, claim_folder
+from fusedmlp.training.peers import PeerFailed, Peers, agreed_folder
+from fusedmlp.training.place import Place
+from fusedmlp.training.progress import NoProgress, make_progress
+from fusedmlp.training.result import Result, UnwrittenResult, claim_folder
 from fusedmlp.training.task import LanguageModelTask
 from fusedmlp.training.throughput import Cost
 from fusedmlp.training.trainer import choose_device, choose_precision, make_trainer, model_identity, resolve_impl
@@ -35,7 +38,9 @@ from fusedmlp.training.wandb_sink import WandbSink
 log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str | None = None) -> tuple[Result, Ending]:
+def run(
+    cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str | None = None, place: Place | None = None
+) -> tuple[Result, Ending]:
     """Trains as `cfg` says and returns what came of it; what goes wrong on the way becomes the ending.
 
     Args:
@@ -43,44 +48,56 @@ def run(cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str |
         wanted_folder: the run's directory; another name is taken if a run has it already.
         overrides: what was given on the command line, for the record.
         group: the sweep that the run belongs to, or None.
+        place: of this process among those of the run; None if it is the only one.
     Raises: UserError if there is no directory to record anything in.
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    folder = claim_folder(wanted_folder)
-    OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
-    error: BaseException | None = None
-    with log_file(folder / "train.log"), StopRequests() as stop:
-        current = Run(config, folder, overrides, group, stop)
-        try:
-            current.train()
-        except BaseException as raised:
-            error = raised
-        ending = ending_of(error)
-        if error is not None:
-            log.error("%s: %s", ending.status, ending.reason, exc_info=error if ending.bug else None)
-            # Its frames hold the model and its memory, which the next job of a sweep may need.
-            traceback.clear_frames(error.__traceback__)
-        # A second signal must not lose what the run has come to.
-        stop.received, stop.deferred = None, True
-        current.finish(ending)
+    with StopRequests() as stop, Peers(place or Place(), stop) as peers:
+        folder = agreed_folder(peers, lambda: claim_folder(wanted_folder))
+        if peers.is_first:
+            OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
+        with log_file(folder / "train.log" if peers.is_first else Path(os.devnull)):
+            current = Run(config, folder, overrides, group, peers)
+            ending = _train_and_finish(current, stop)
     result = current.result
-    del current, error
+    del current
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and not peers.several:
         torch.cuda.empty_cache()
     return result, ending
+
+
+def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
+    error: BaseException | None = None
+    try:
+        current.train()
+    except BaseException as raised:
+        error = raised
+    ending = (
+        Ending("failed", "another rank ended", None, EXIT_FAILED) if isinstance(error, PeerFailed) else ending_of(error)
+    )
+    if error is not None:
+        ending = current.peers.ended_by(error, ending, "".join(traceback.format_exception(error)))
+        log.error("%s: %s", ending.status, ending.reason, exc_info=error if ending.bug else None)
+        if current.peers.foreign_traceback is not None and ending.bug:
+            log.error("%s", current.peers.foreign_traceback)
+        # Its frames hold the model and its memory, which the next job of a sweep may need.
+        traceback.clear_frames(error.__traceback__)
+    # A second signal must not lose what the run has come to.
+    stop.received, stop.deferred = None, True
+    current.finish(ending)
+    return ending
 
 
 class Run:
     """What one run holds on to, so that its ending can be written however far it came."""
 
-    def __init__(
-        self, config: dict[str, Any], folder: Path, overrides: list[str], group: str | None, stop: StopRequests
-    ):
-        self.config, self.folder, self.group, self.stop = config, folder, group, stop
+    def __init__(self, config: dict[str, Any], folder: Path, overrides: list[str], group: str | None, peers: Peers):
+        self.config, self.folder, self.group, self.peers = config, folder, group, peers
         self.began = time.perf_counter()
-        self.progress = make_progress()
-        self.csv = CsvSink(folder / "metrics.csv")
+        # The first rank shows and writes; the others only train.
+        self.progress = make_progress() if peers.is_first else NoProgress()
+        self.csv = CsvSink(folder / "metrics.csv") if peers.is_first else None
         self.wandb: WandbSink | None = None
         self.monitor: Monitor | None = None
         self.checkpoints: checkpoint.Checkpoints | None = None
@@ -88,7 +105,7 @@ class Run:
         self.trainer: Trainer | None = None
         self.task: LanguageModelTask | None = None
         self.seconds: dict[str, float | None] = {"import": environment.import_s()}
-        self.result = Result(
+        self.result = (Result if peers.is_first else UnwrittenResult)(
             folder,
             command=shlex.join(["python", *sys.argv]),
             overrides=overrides,
@@ -97,7 +114,9 @@ class Run:
             seed=config["seed"],
             group=group,
         )
-        self.result.write(git=environment.git_state(Path(__file__).parent))
+        peers.on_stuck = lambda ending: self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint)
+        if peers.is_first:
+            self.result.write(git=environment.git_state(Path(__file__).parent))
 
     def train(self) -> None:
         """Builds everything and trains. Raises whatever goes wrong."""
@@ -105,8 +124,14 @@ class Run:
         profile = build("profile", self.config["profile"], ProfileOptions)
         build("sweep", self.config["sweep"], SweepOptions)
         # Before anything that may fail, so that a run that does is there to be seen.
-        self.wandb = self._start_wandb()
-        self.device = choose_device(options.accelerator)
+        self.wandb = self._start_wandb() if self.peers.is_first else None
+        place = self.peers.place
+        self.device = choose_device(options.accelerator, place)
+        self.result.write(
+            ranks={"strategy": options.strategy, "devices": place.world_size, "num_nodes": place.num_nodes}
+        )
+        if options.strategy != "single":
+            self.peers.meet(self.device, options.rank_timeout)
         self.result.write(environment=environment.describe(self.device))
         auto.forget()
         self.result.write(impl_resolved=resolve_impl(self.config["impl"]))
@@ -119,12 +144,15 @@ class Run:
         self.progress.say(self._headline(data.num_train_tokens))
 
         identity = model_identity(self.config["model"])
-        self.monitor = monitor = Monitor(options, [self.csv, self.wandb, self.progress], self._cost(model, options))
-        self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.stop, identity)
+        sinks = [sink for sink in (self.csv, self.wandb, self.progress) if sink is not None]
+        self.monitor = monitor = Monitor(options, sinks, self._cost(model, options))
+        self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.peers, identity)
         steps = options.max_steps - first_step
+        if not self.peers.is_first:
+            profile = dataclasses.replace(profile, tool=None)
         self.profile = Session(profile, self.folder, self.device, steps, lambda: monitor.clock, is_out_of_memory)
         callbacks = [monitor, *self.profile.callbacks, self.checkpoints]
-        self.trainer = make_trainer(options, self.device, self.folder, callbacks)
+        self.trainer = make_trainer(options, self.device, self.folder, callbacks, place)
         self.progress.begin(first_step, options.max_steps)
         with self.profile:
             self.trainer.fit(self.task, datamodule=data, ckpt_path=resume_from, weights_only=True)
@@ -133,7 +161,7 @@ class Run:
         began = time.perf_counter()
         section = self.config["data"]
         data = build("data", section)
-        data.prepare_data()
+        self.peers.first_here("data", data.prepare_data)
         data.setup("fit")
         self.seconds["data"] = time.perf_counter() - began
         record = {name: section.get(name) for name in ("source", "batch_size")}
@@ -170,7 +198,7 @@ class Run:
             self.progress.say(f"warning: {warning}")
         # A model of the user's own may do without.
         count = getattr(model, "flops_per_sample", None)
-        return Cost(None if count is None else count(), peak)
+        return Cost(None if count is None else count(), peak, self.peers.place.world_size)
 
     def _resume(self, options: TrainerOptions) -> tuple[Path | None, int]:
         if self.config["resume"] is None:
@@ -193,9 +221,16 @@ class Run:
             f"{fields['model']}, dim {fields['dim']}, {fields['num_params']:,} parameters",
             f"impl {impl if impl == resolved else f'{impl} ({resolved})'}",
             f"{num_train_tokens:,} training tokens",
-            fields["environment"]["gpu"] or "CPU",
+            self._devices(),
         )
         return "   ".join(parts)
+
+    def _devices(self) -> str:
+        name, ranks = self.result.fields["environment"]["gpu"] or "CPU", self.result.fields["ranks"]
+        if ranks["strategy"] == "single":
+            return name
+        hosts = f" on {ranks['num_nodes']} hosts" if ranks["num_nodes"] > 1 else ""
+        return f"{ranks['strategy']}, {ranks['devices']} x {name}{hosts}"
 
     def finish(self, ending: Ending) -> None:
         """Records the ending in result.json, metrics.csv and W&B."""
@@ -204,7 +239,8 @@ class Run:
         if self.profile is not None:
             self._trace(self.profile)
         self.progress.close()
-        self.csv.close()
+        if self.csv is not None:
+            self.csv.close()
         self.seconds["total"] = time.perf_counter() - self.began
         if self.config["impl"] == "auto" and (ran := auto.used()):
             self.result.write(impl_resolved=impls.resolved("auto"), impl_choices=ran)
@@ -239,7 +275,10 @@ class Run:
     def _collect(self, monitor: Monitor) -> None:
         """Takes the numbers of the loop, however it ended."""
         try:
-            monitor.flush()
+            if self.peers.lost:
+                monitor.give_up()
+            else:
+                monitor.flush()
         except Exception:
             # The run has its ending already; after a GPU error or on a full disk this cannot be had.
             log.warning("the last metrics are lost", exc_info=True)
@@ -265,7 +304,7 @@ class Run:
             steps=self.trainer.global_step,
             final_train_loss=monitor.last.get("train/loss"),
             final_val_loss=monitor.last.get("val/loss"),
-            throughput=asdict(throughput) if throughput else None,
+            throughput=dataclasses.asdict(throughput) if throughput else None,
             peak_memory_gib=environment.peak_memory_gib(self.device),
             cuda_graph=self.task.capture.facts(),
             checkpoint=self.checkpoints.written,

@@ -14,6 +14,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fusedmlp.profiling.ranges import Marker, no_range
@@ -49,7 +50,8 @@ class TrainStep:
     Attributes:
         backward, apply: what differentiates a loss and what applies the gradients. A caller may put others in their
             place until `use_plain_calls`.
-        plain: whether they are PyTorch's own.
+        plain: whether `apply` is PyTorch's own.
+        unsynchronized: a context for the backward passes after which other ranks are not told of the gradients yet.
         range: marks the parts of the step: "forward", "backward", "optimizer"; of a step that is replayed from a graph
             "replay", and the others only while it is recorded.
     """
@@ -61,6 +63,7 @@ class TrainStep:
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.range: Marker = no_range
         self.plain = False
+        self.unsynchronized: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._rate = 0.0
         self._device_rate: Tensor | None = None
         self.use_plain_calls()
@@ -83,7 +86,7 @@ class TrainStep:
                 loss = loss / self.accumulate
         # Autocast is for the forward pass; the caller's may span all of this.
         with _without_autocast(inputs.device.type):
-            with self.range("backward"):
+            with self.range("backward"), _NOTHING if last else self.unsynchronized():
                 self.backward(loss)
             if last:
                 with self.range("optimizer"):
@@ -97,6 +100,9 @@ class TrainStep:
         """Clips the gradients, updates the parameters and frees the gradients."""
         parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if isinstance(norm, DTensor):
+            # Each rank has the norm of its shards.
+            norm = norm.full_tensor()
         self.metrics.add("train/grad_norm", norm)
         if self.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)

@@ -20,6 +20,7 @@ from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.step import Batch, TrainStep, next_token_loss, to_device
+from fusedmlp.training.strategies import FSDP2Strategy, shard, synchronized
 
 # Hooks of Lightning's that only its own calls of backward and of the optimizer reach.
 _HOOKS_WITHIN_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -73,20 +74,29 @@ class LanguageModelTask(LightningModule):
         if hasattr(self, "step"):
             self.step.range = value
 
+    def configure_model(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FSDP2Strategy):
+            shard(self.model, strategy.device_mesh["data_parallel"], str(self.trainer.precision))
+
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.options)
 
     def on_fit_start(self) -> None:
-        self.train_metrics = DeviceMetrics(("train/loss", "train/grad_norm"), self.device)
-        self.val_metrics = DeviceMetrics(("val/loss",), self.device)
+        world_size = getattr(self.trainer.strategy, "world_size", 1)
+        self.train_metrics = DeviceMetrics(("train/loss", "train/grad_norm"), self.device, world_size)
+        self.val_metrics = DeviceMetrics(("val/loss",), self.device, world_size)
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
         self.step = TrainStep(self.model, optimizer, self.options, self.train_metrics)
         self.step.range = self._range
-        if self.trainer.world_size > 1 or self._hooks_within_a_step():
+        if self._hooks_within_a_step():
             self.step.backward, self.step.apply = self.manual_backward, self._lightning_step
             self.step.plain = False
+        if (wrapper := synchronized(self.trainer.strategy)) is not None:
+            self.step.backward = self.manual_backward
+            self.step.unsynchronized = wrapper.no_sync
         requested = self.options.cuda_graph
-        against = obstacle(self.device, optimizer, self.trainer.world_size)
+        against = obstacle(self.device, optimizer, self.options.strategy)
         graphs = CudaGraphs(self.device) if requested is not False and against is None else None
         self.capture = StepCapture(self.step, requested, graphs, against, self.say)
         # Looked up once: Lightning finds it through several properties.

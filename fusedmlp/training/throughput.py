@@ -126,11 +126,13 @@ class Cost:
 
     Args:
         flops_per_sample: of the model, forward and backward; None if the model does not say.
-        peak: what MFU is taken against.
+        peak: of one device.
+        devices: that train together, against whose peaks MFU is taken.
     """
 
     flops_per_sample: int | None = None
     peak: Peak = field(default_factory=Peak)
+    devices: int = 1
 
     def tflops_per_s(self, samples_per_s: float) -> float | None:
         return None if self.flops_per_sample is None else self.flops_per_sample * samples_per_s / 1e12
@@ -138,7 +140,7 @@ class Cost:
     def mfu_percent(self, samples_per_s: float) -> float | None:
         """Model FLOPs utilization: share of the peak that the model's FLOPs make up; None if one of them is unknown."""
         rate = self.tflops_per_s(samples_per_s)
-        return None if rate is None or self.peak.tflops is None else 100 * rate / self.peak.tflops
+        return None if rate is None or self.peak.tflops is None else 100 * rate / (self.peak.tflops * self.devices)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Throughput:
     """Speed over the steady window: all steps but the first ones, which compile, autotune and fill caches.
 
     The time of those is in two parts: `warmup_s` at the pace of the steady median, `first_steps_s` what they took
-    beyond it.
+    beyond it. Rates are those of all devices together, unless their names say otherwise; times are those of one.
     """
 
     step_ms_median: float
@@ -156,6 +158,9 @@ class Throughput:
     tokens_per_s: float
     tflops_per_s: float | None
     mfu_percent: float | None
+    devices: int
+    tokens_per_s_per_device: float
+    tflops_per_s_per_device: float | None
     data_wait_percent: float
     flops_per_sample: int | None
     peak_tflops: float | None
@@ -184,14 +189,18 @@ def summarize(
     median = statistics.median(steady.step_ms)
     warmup_ms = min(warmup * median, first_ms)
     deciles = statistics.quantiles(steady.step_ms, n=10, method="inclusive") if count - warmup > 1 else [median] * 9
+    tflops = cost.tflops_per_s(steps_per_s * samples_per_step)
     return Throughput(
         step_ms_median=median,
         step_ms_p10=deciles[0],
         step_ms_p90=deciles[8],
         samples_per_s=steps_per_s * samples_per_step,
         tokens_per_s=steps_per_s * tokens_per_step,
-        tflops_per_s=cost.tflops_per_s(steps_per_s * samples_per_step),
+        tflops_per_s=tflops,
         mfu_percent=cost.mfu_percent(steps_per_s * samples_per_step),
+        devices=cost.devices,
+        tokens_per_s_per_device=steps_per_s * tokens_per_step / cost.devices,
+        tflops_per_s_per_device=None if tflops is None else tflops / cost.devices,
         data_wait_percent=steady.data_wait_percent,
         flops_per_sample=cost.flops_per_sample,
         peak_tflops=cost.peak.tflops,

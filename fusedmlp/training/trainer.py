@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from fusedmlp import impls
 from fusedmlp.errors import UserError
 from fusedmlp.training.options import TrainerOptions, choose, require
+from fusedmlp.training.place import Place, Ranks
+from fusedmlp.training.strategies import make_strategy
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -44,11 +45,31 @@ class NoProfiler(PassThroughProfiler):
         return self._nothing
 
 
-def choose_device(accelerator: str) -> torch.device:
-    """The device of `trainer.accelerator`. Raises: UserError for a GPU where there is none."""
+class LocalTrainer(Trainer):
+    """A Trainer that knows of one device.
+
+    Where it knew of more, Lightning's loop (2.6.6) would broadcast in every step whether a SIGTERM has come, and wait
+    for the GPU to read the answer. Ranks agree on when to stop in `peers.py`; the strategy knows how many there are.
+    """
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+
+def choose_device(accelerator: str, place: Place | None = None) -> torch.device:
+    """The device of `trainer.accelerator` for a rank. Raises: UserError for a GPU where there is none for it."""
     gpu = torch.cuda.is_available()
     require("trainer.accelerator", accelerator, accelerator != "gpu" or gpu, "cpu or auto: PyTorch finds no GPU here")
-    return torch.device("cuda", torch.cuda.current_device()) if gpu and accelerator != "cpu" else torch.device("cpu")
+    if not gpu or accelerator == "cpu":
+        return torch.device("cpu")
+    if place is None or place.local_world_size == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    # Slurm may let a task see its own GPU only.
+    require("trainer.devices", place.local_world_size, count in (1, *range(place.local_world_size, count + 1)),
+            f"at most {count}, the GPUs that PyTorch finds here")  # fmt: skip
+    return torch.device("cuda", 0 if count == 1 else place.local_rank)
 
 
 def choose_precision(precision: str, device: torch.device) -> str:
@@ -73,11 +94,15 @@ def model_identity(section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in section.items() if name != "impl"}
 
 
-def make_trainer(options: TrainerOptions, device: torch.device, folder: Path, callbacks: list[Callback]) -> Trainer:
-    """A Trainer for one device; logging, progress and checkpoints are the callbacks' business."""
-    return Trainer(
+def make_trainer(
+    options: TrainerOptions, device: torch.device, folder: Path, callbacks: list[Callback], place: Place | None = None
+) -> Trainer:
+    """A Trainer for the device of a rank; logging, progress and checkpoints are the callbacks' business."""
+    place = place or Place()
+    return LocalTrainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=[device.index] if device.type == "cuda" else 1,
+        strategy=make_strategy(options.strategy, device, place, options.rank_timeout),
         precision=choose_precision(options.precision, device),  # type: ignore[arg-type]
         max_steps=options.max_steps,
         max_epochs=-1,
@@ -94,7 +119,7 @@ def make_trainer(options: TrainerOptions, device: torch.device, folder: Path, ca
         use_distributed_sampler=False,
         profiler=NoProfiler(),
         default_root_dir=folder,
-        # One process, also inside a Slurm job: Lightning's Slurm support would requeue it and resume by itself.
-        plugins=[LightningEnvironment(), AtomicCheckpointIO()],
+        # Also inside a Slurm job: Lightning's Slurm support would requeue it and resume by itself.
+        plugins=[Ranks(place), AtomicCheckpointIO()],
         callbacks=callbacks,
     )

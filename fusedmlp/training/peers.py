@@ -1,0 +1,273 @@
+"""The other ranks of a run: meeting them, the first failure of any, and the step after which all of them stop.
+
+All of it goes through a store on the host. A thread looks at it four times a second, so that a step costs a lock and no
+device ever waits. Without other ranks nothing is done.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedmlp.training.failures import Ending
+from fusedmlp.training.interrupt import Interrupted, StopRequests
+from fusedmlp.training.messages import FOLDER, STOP, ending_for, failure, post_failure, prefixed
+from fusedmlp.training.place import Place
+
+_POLL_S = 0.25
+# How long a rank that lost touch waits for the reason; one that was told to end may take to begin with it, and in all.
+_REASON_S, _ENDING_S, _FINISHING_S = 3.0, 15.0, 60.0
+_WAKE = signal.SIGUSR1
+
+
+class PeerFailed(BaseException):
+    """Another rank has ended the run. No `Exception`, so that nothing on the way swallows it."""
+
+
+class Peers:
+    """The ranks of a run, seen from this one; an active context from before the first collective to the last.
+
+    Args:
+        stop: holds the signals that this rank got.
+    """
+
+    def __init__(self, place: Place, stop: StopRequests):
+        self.place, self.stop = place, stop
+        self.timeout_s = 300.0
+        stop.at_once_s = 1.0 if self.several else 0.0
+        # Rank 0, when it is told to end and cannot: writes what there is, before the process is ended.
+        self.on_stuck: Callable[[Ending], None] = lambda ending: None
+        self._store: Any = None
+        self._said: dict[str, Any] | None = None
+        self._changed = threading.Condition()
+        self._step, self._frozen, self._posted = 0, False, False
+        self._limit: int | None = None
+        self._closing = self._heeding = self._ending = False
+        self._meeting: Any = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def several(self) -> bool:
+        return self.place.world_size > 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.rank == 0
+
+    def __enter__(self) -> "Peers":
+        if self.several:
+            place = self.place
+            if place.rank == 0 and not place.hosted:
+                self._meeting = dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False)
+            self._store = prefixed(self._connection())
+            self._previous = signal.signal(_WAKE, self._woken)
+            self._heeding = True
+            self._thread = threading.Thread(target=self._watch, name="fusedmlp.peers", daemon=True)
+            self._thread.start()
+        return self
+
+    def _connection(self) -> Any:
+        return dist.TCPStore(
+            self.place.address, self.place.port, is_master=False, wait_for_workers=False,
+            timeout=timedelta(seconds=self.timeout_s),
+        )  # fmt: skip
+
+    def meet(self, device: torch.device, timeout_s: float) -> None:
+        """Makes the process group of all ranks; from now on a rank waits `timeout_s` for another."""
+        self.timeout_s = timeout_s
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        # A connection of its own: it blocks while the group waits.
+        store = dist.PrefixStore("group", self._connection()) if self.several else dist.HashStore()
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=self.place.rank, world_size=self.place.world_size,
+            timeout=timedelta(seconds=timeout_s), device_id=device if cuda else None,
+        )  # fmt: skip
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._heeding = False
+        if self._thread is not None:
+            self._farewell()
+            signal.signal(_WAKE, self._previous)
+        # With a rank missing, destroying the group could wait for it; the process ends anyway.
+        if dist.is_initialized() and not self.lost:
+            dist.destroy_process_group()
+
+    def agree(self, name: str, value: str) -> str:
+        """Rank 0's `value`, on every rank."""
+        if self._store is None:
+            return value
+        if self.is_first:
+            self._store.set(name, value)
+            return value
+        self._wait_for(name)
+        return self._store.get(name).decode()
+
+    def first_here(self, name: str, work: Callable[[], None]) -> None:
+        """Does `work` on one rank of this host, and then on the others."""
+        if self._store is None:
+            return work()
+        key = f"{name}/{self.place.node}"
+        if self.place.local_rank > 0:
+            self._wait_for(key)
+        work()
+        if self.place.local_rank == 0:
+            self._store.set(key, "done")
+        return None
+
+    def _wait_for(self, key: str) -> None:
+        # Not the store's own wait, which a failure of another rank could not end.
+        until = time.monotonic() + self.timeout_s
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                raise RuntimeError(f"rank {self.place.rank} has waited {self.timeout_s:g} s for another rank: {key}")
+            time.sleep(0.05)
+
+    def begin(self, step: int) -> None:
+        """The loop is about to begin with optimizer step `step` (from 1)."""
+        with self._changed:
+            self._step = step
+
+    def stop_after(self, step: int) -> int | None:
+        """Called when `step` has ended: the signal if the run stops here, else None and the next step begins.
+
+        One rank gets the signal first. Each then says which step it is in, which it will finish, and begins no other
+        before all have said so; the largest of these steps is the last one, on every rank.
+        """
+        if self._store is None:
+            return self.stop.received
+        with self._changed:
+            while self._frozen and self._limit is None:
+                self._changed.wait(0.1)
+            if self._limit is not None and step >= self._limit:
+                return int(self._store.get(STOP))
+            self._step = step + 1
+        return None
+
+    def ended_by(self, error: BaseException, ending: Ending, traceback: str) -> Ending:
+        """Tells the others of a failure of this rank; returns how the run ends, which another may have decided."""
+        self._heeding, self._ending = False, True
+        if self._store is None or (isinstance(error, Interrupted) and self._limit is not None):
+            return ending  # that is what all do
+        if _lost_touch(error) or isinstance(error, PeerFailed):
+            until = time.monotonic() + _REASON_S
+            while self._said is None and time.monotonic() < until:
+                time.sleep(0.05)
+        if self._said is None:
+            try:
+                self._said = post_failure(self._store, self.place.rank, ending, traceback)
+            except dist.DistError:
+                return ending
+        if self._said["ending"]["reason"] == ending.reason:
+            return ending
+        return ending_for(self._said, self.place.rank)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a rank may be missing, so that what the device was given may never end."""
+        return self._said is not None
+
+    @property
+    def foreign_traceback(self) -> str | None:
+        """Of the failure that ended the run, if another rank had it."""
+        said = self._said
+        return said["traceback"] or None if said is not None and said["rank"] != self.place.rank else None
+
+    def _woken(self, signum: int, frame: FrameType | None) -> None:
+        if self._heeding and self._said is not None:
+            self._heeding = False
+            raise PeerFailed
+
+    def _watch(self) -> None:
+        try:
+            while not self._closing and not self._look():
+                time.sleep(_POLL_S)
+        except Exception as error:
+            if self._closing:
+                return
+            # Whoever listens at the ranks' address has ended.
+            lost = Ending("failed", f"the other ranks are gone: {error}".splitlines()[0], None, 1)
+            self._said = {"rank": self.place.rank, "ending": vars(lost), "traceback": ""}
+        if self._said is not None and not self._closing:
+            self._end_main_thread(ending_for(self._said, self.place.rank))
+
+    def _look(self) -> bool:
+        """Whether the run has to end, because a rank has failed."""
+        said = failure(self._store)
+        if said is not None:
+            self._said = said
+            return True
+        if self.stop.received is not None and not self._store.check([STOP]):
+            self._store.compare_set(STOP, "", str(self.stop.received))
+        if self._limit is None and self._store.check([STOP]):
+            self._freeze()
+        return False
+
+    def _freeze(self) -> None:
+        with self._changed:
+            self._frozen, step = True, self._step
+        if not self._posted:
+            self._store.set(f"step/{self.place.rank}", str(step))
+            self._posted = True
+        keys = [f"step/{rank}" for rank in range(self.place.world_size)]
+        if self._store.check(keys):
+            limit = max(int(self._store.get(key)) for key in keys)
+            with self._changed:
+                self._limit = limit
+                self._changed.notify_all()
+
+    def _end_main_thread(self, ending: Ending) -> None:
+        if self._heeding:
+            signal.pthread_kill(threading.main_thread().ident, _WAKE)  # type: ignore[arg-type]
+        began = time.monotonic()
+        while time.monotonic() < began + (_FINISHING_S if self._ending else _ENDING_S):
+            if self._closing:
+                return
+            time.sleep(_POLL_S)
+        # It waits for a rank that is no more, in a call that nothing can end.
+        self.on_stuck(ending)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.exit_code or 1)
+
+    def _farewell(self) -> None:
+        """Leaves, in a way that nobody waits for this rank."""
+        assert self._thread is not None
+        self._closing = True
+        self._thread.join()
+        try:
+            if not self._posted:
+                self._store.set(f"step/{self.place.rank}", str(self._step))
+            self._store.set(f"left/{self.place.rank}", "")
+            if self._meeting is not None:
+                # Whoever has the store is the last to leave.
+                until = time.monotonic() + _REASON_S
+                everybody = [f"left/{rank}" for rank in range(self.place.world_size)]
+                while not self._store.check(everybody) and time.monotonic() < until:
+                    time.sleep(0.05)
+        except dist.DistError:
+            pass  # nobody is there any more
+
+
+def agreed_folder(peers: Peers, claim: Callable[[], Path]) -> Path:
+    """The run's directory, which rank 0 claims."""
+    if peers.is_first:
+        return Path(peers.agree(FOLDER, str(claim().absolute())) if peers.several else claim())
+    return Path(peers.agree(FOLDER, ""))
+
+
+def _lost_touch(error: BaseException) -> bool:
+    """Whether an error only says that another rank does not answer."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
