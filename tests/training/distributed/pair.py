@@ -1,0 +1,62 @@
+"""Runs of several ranks, each rank in a process that lasts for all the runs of a test: importing takes longer than they do.
+
+As a program it is such a rank: its argument is a list of runs in JSON, of which one for a single device is rank 0's.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+TIMEOUT_S = 150
+
+
+def train_all(runs: list[dict], **environment: str) -> str:
+    """Trains runs of `folder`, `overrides` and `world_size` one after another; what the two ranks printed."""
+    # One place to meet for each run, where nobody else listens.
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    tasks = json.dumps([run | {"port": store.port} for run, store in zip(runs, stores, strict=True)])
+    world_size = max(run["world_size"] for run in runs)
+    command = [sys.executable, "-W", "error::UserWarning:fusedmlp", __file__, tasks]
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), str(Path(__file__).parents[2])])
+    shared = os.environ | environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(command, env=shared | {"TEST_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         text=True, start_new_session=True)
+        for rank in range(world_size)
+    ]  # fmt: skip
+    try:
+        output = "\n".join(rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+    assert [rank.returncode for rank in ranks] == [0] * world_size, output
+    return output
+
+
+def main(tasks: list[dict], rank: int) -> int:
+    from training.runs import RANDOM_BYTES, TINY, config
+
+    from fusedmlp.training.place import Place
+    from fusedmlp.training.run import run
+
+    for task in tasks:
+        world_size = task["world_size"]
+        if rank >= world_size:
+            continue
+        place = Place(rank, rank, world_size, world_size, port=task["port"], hosted=True) if world_size > 1 else None
+        overrides = [*TINY, *RANDOM_BYTES, "trainer.rank_timeout=60", *task["overrides"]]
+        _, ending = run(config(*overrides), Path(task["folder"]), overrides, None, place)
+        if ending.status != "completed":
+            print(f"rank {rank}, {task['folder']}: {ending}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1]), int(os.environ["TEST_RANK"])))
