@@ -1,5 +1,6 @@
 """What Hydra launchers of sweeps share: the list of jobs, their endings, progress, the report, going on later."""
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -33,6 +34,11 @@ class SweepLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Raises: UserError for a wrong value in `sweep`, or a directory that cannot be gone on with or begun in."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            raise UserError(
+                "each of the processes that torchrun or srun started would run this sweep: start train.py -m without "
+                "them; its jobs start their own"
+            )
         self.loader, self.config = hydra_context.config_loader, config
         values: Any = OmegaConf.to_container(config.sweep, resolve=True)
         self.options: SweepOptions = build("sweep", values, SweepOptions)

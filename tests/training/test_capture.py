@@ -329,8 +329,8 @@ def task_trainer(monkeypatch):
     def add(callback):
         original = run.make_trainer
         monkeypatch.setattr(
-            run, "make_trainer", lambda options, device, folder, callbacks: original(
-                options, device, folder, [*callbacks, callback]
+            run, "make_trainer", lambda options, device, folder, callbacks, place: original(
+                options, device, folder, [*callbacks, callback], place
             ),
         )  # fmt: skip
 

@@ -10,9 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from torch.distributed import TCPStore
 
 TIMEOUT_S = 150
+# Two GPUs with NCCL where there are two, else two processes with gloo.
+ON_GPUS = torch.cuda.device_count() >= 2
+ACCELERATOR = "trainer.accelerator=gpu" if ON_GPUS else "trainer.accelerator=cpu"
 
 
 def train_all(runs: list[dict], **environment: str) -> str:
@@ -23,7 +27,9 @@ def train_all(runs: list[dict], **environment: str) -> str:
     world_size = max(run["world_size"] for run in runs)
     command = [sys.executable, "-W", "error::UserWarning:fusedmlp", __file__, tasks]
     paths = os.pathsep.join([str(Path(__file__).parents[3]), str(Path(__file__).parents[2])])
-    shared = os.environ | environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shared = os.environ | environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    if not ON_GPUS:
+        shared["CUDA_VISIBLE_DEVICES"] = ""
     ranks = [
         subprocess.Popen(command, env=shared | {"TEST_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                          text=True, start_new_session=True)
@@ -50,7 +56,14 @@ def main(tasks: list[dict], rank: int) -> int:
         if rank >= world_size:
             continue
         place = Place(rank, rank, world_size, world_size, port=task["port"], hosted=True) if world_size > 1 else None
-        overrides = [*TINY, *RANDOM_BYTES, "trainer.rank_timeout=60", *task["overrides"]]
+        overrides = [
+            *TINY,
+            *RANDOM_BYTES,
+            "trainer.rank_timeout=60",
+            ACCELERATOR,
+            "trainer.precision=32-true",
+            *task["overrides"],
+        ]
         _, ending = run(config(*overrides), Path(task["folder"]), overrides, None, place)
         if ending.status != "completed":
             print(f"rank {rank}, {task['folder']}: {ending}")

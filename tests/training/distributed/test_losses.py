@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import interpreter_environment
-from training.distributed.pair import train_all
+from training.distributed.pair import ON_GPUS, train_all
 from training.runs import curve
 
 GPT = ("model=gpt", "dim=16", "model.num_layers=2", "model.num_heads=2", "model.context=8", "trainer.max_steps=4")
 # Two micro-batches a step, and gradients that are clipped in every one; a learning rate that does not depend on the end.
 MLP = ("trainer.accumulate=2", "trainer.max_grad_norm=0.5", "trainer.warmup_steps=0", "trainer.min_learning_rate=1e-3")
-# Rounding of sums in another order, over a few steps.
-CLOSE = {"rel": 2e-5, "abs": 2e-5}
+# Rounding of sums in another order, over a few steps; a GPU's products of other sizes come from other kernels besides.
+CLOSE = {"rel": 1e-4, "abs": 1e-4} if ON_GPUS else {"rel": 2e-5, "abs": 2e-5}
 
 
 def a_run(folder: Path, name: str, strategy: str, *overrides: str) -> dict:
@@ -33,26 +33,29 @@ def same_curves(one: Path, other: Path) -> None:
         assert found.keys() == expected.keys()
         assert len(found) >= count
         for step, value in expected.items():
-            assert float(found[step]) == pytest.approx(float(value), **CLOSE), f"{metric} at step {step} of {other.name}"
+            assert float(found[step]) == pytest.approx(float(value), **CLOSE), (
+                f"{metric} at step {step} of {other.name}"
+            )
 
 
 @pytest.mark.slow
 def test_native_and_compiled(tmp_path):
     runs = []
-    for name, overrides in (("mlp", (*MLP, "impl=native", "trainer.max_steps=4")), ("gpt", (*GPT, "impl=compiled"))):
-        runs += [a_run(tmp_path, f"{name}-{way}", way, *overrides) for way in ("one", "ddp", "fsdp")]
+    for impl in ("native", "compiled"):
+        overrides = (*MLP, f"impl={impl}", "trainer.max_steps=4")
+        runs += [a_run(tmp_path, f"{impl}-{way}", way, *overrides) for way in ("one", "ddp", "fsdp")]
     # Eight steps at once, and four that go on from each way's four.
     longer = (*MLP, "impl=native", "trainer.max_steps=8")
     runs.append(a_run(tmp_path, "longer", "one", *longer))
     for before, after in (("ddp", "fsdp"), ("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp"), ("ddp", "one")):
-        resume = f"resume={tmp_path / f'mlp-{before}'}"
+        resume = f"resume={tmp_path / f'native-{before}'}"
         runs.append(a_run(tmp_path, f"{before}-then-{after}", after, *longer, resume))
-    runs.append(a_run(tmp_path, "bf16", "fsdp", *GPT, "impl=native", "trainer.precision=bf16-mixed"))
+    runs.append(a_run(tmp_path, "bf16", "fsdp", *longer, "trainer.max_steps=4", "trainer.precision=bf16-mixed"))
     train_all(runs)
 
-    for name in ("mlp", "gpt"):
+    for impl in ("native", "compiled"):
         for way in ("ddp", "fsdp"):
-            same_curves(tmp_path / f"{name}-one", tmp_path / f"{name}-{way}")
+            same_curves(tmp_path / f"{impl}-one", tmp_path / f"{impl}-{way}")
     whole = curve(tmp_path / "longer")
     resumed = list(tmp_path.glob("*-then-*"))
     assert len(resumed) == 5
@@ -62,9 +65,9 @@ def test_native_and_compiled(tmp_path):
         for step, loss in losses.items():
             assert float(loss) == pytest.approx(float(whole[step]), **CLOSE), f"step {step} of {folder.name}"
     for step, loss in curve(tmp_path / "bf16").items():
-        assert float(loss) == pytest.approx(float(curve(tmp_path / "gpt-one")[step]), abs=0.02)
-    one_result_with_the_numbers_of_both(tmp_path / "mlp-ddp")
-    checkpoints_are_the_same(tmp_path / "mlp-one", tmp_path / "mlp-fsdp")
+        assert float(loss) == pytest.approx(float(curve(tmp_path / "native-one")[step]), abs=0.02)
+    one_result_with_the_numbers_of_both(tmp_path / "native-ddp")
+    checkpoints_are_the_same(tmp_path / "native-one", tmp_path / "native-fsdp")
 
 
 def one_result_with_the_numbers_of_both(folder: Path) -> None:
@@ -95,8 +98,17 @@ def checkpoints_are_the_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_triton_in_the_interpreter(tmp_path):
-    environment = interpreter_environment()
+@pytest.mark.skipif(not ON_GPUS, reason="needs two CUDA GPUs")
+def test_cuda_on_two_gpus(tmp_path):
+    overrides = (*GPT, "impl=cuda", "model.num_layers=1")
+    train_all([a_run(tmp_path, way, way, *overrides) for way in ("one", "ddp", "fsdp")])
+    for way in ("ddp", "fsdp"):
+        same_curves(tmp_path / "one", tmp_path / way)
+
+
+@pytest.mark.slow
+def test_triton(tmp_path):
+    environment = {} if ON_GPUS else interpreter_environment()
     overrides = (*GPT, "impl=triton", "model.num_layers=1")
     train_all([a_run(tmp_path, way, way, *overrides) for way in ("one", "ddp", "fsdp")], **environment)
     for way in ("ddp", "fsdp"):
