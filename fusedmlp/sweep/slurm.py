@@ -127,7 +127,8 @@ def ending(submitted: Any, seconds: float) -> Ended:
     """How a job that is done ended; what Slurm says of one that could not tell it."""
     failure = submitted.exception()
     if failure is None:
-        return Ended(**vars(submitted.result()))
+        # With a task on each of several hosts, the first one's: its ranks include the one that writes the result.
+        return Ended(**vars(submitted.results()[0]))
     state = f"{submitted.state}".lower().replace("_", " ")
     return Ended(1, False, "", seconds, lost=f"lost by the cluster: {state}; {submitted.paths.stderr}")
 

@@ -90,14 +90,12 @@ def _sharded(value: Any, like: Any) -> Any:
 def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     """Puts `model` in shards (FSDP2), in place: every element of its outermost module lists is a unit, and the rest.
 
-    Under bf16-mixed the shards stay fp32, and are sent and computed with in bf16; gradients are summed in fp32. What
-    autocast computes in fp32 it still does, since activations keep their dtype.
+    Under bf16-mixed the shards stay fp32; parameters are sent and computed with in bf16, and gradients summed in fp32.
+    Autocast alone would keep a whole bf16 model for the backward pass. What lies between blocks is bf16 then, too.
     """
     mixed = precision == "bf16-mixed"
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if mixed else None,
-        reduce_dtype=torch.float32 if mixed else None,
-        cast_forward_inputs=False,
+        param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32 if mixed else None
     )
     for unit in _units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)

@@ -9,7 +9,13 @@ import pytest
 from conftest import INTERPRETER, interpreter_environment
 
 ROOT = Path(__file__).parents[2]
-SUITES = ["tests/impls", "tests/models", "tests/test_functional.py", "tests/test_modules.py"]
+SUITES = [
+    "tests/impls",
+    "tests/models",
+    "tests/test_functional.py",
+    "tests/test_modules.py",
+    "tests/training/distributed/test_ops.py",
+]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Runs of several ranks, each rank in a process that lasts for all the runs of a test: importing takes longer than they do.
+"""Runs of several ranks, each rank in a process that lasts for all runs of a test: importing takes longer than they do.
 
 As a program it is such a rank: its argument is a list of runs in JSON, of which one for a single device is rank 0's.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-TIMEOUT_S = 150
+TIMEOUT_S = 400
 # Two GPUs with NCCL where there are two, else two processes with gloo.
 ON_GPUS = torch.cuda.device_count() >= 2
 ACCELERATOR = "trainer.accelerator=gpu" if ON_GPUS else "trainer.accelerator=cpu"
@@ -31,8 +31,8 @@ def train_all(runs: list[dict], **environment: str) -> str:
     if not ON_GPUS:
         shared["CUDA_VISIBLE_DEVICES"] = ""
     ranks = [
-        subprocess.Popen(command, env=shared | {"TEST_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                         text=True, start_new_session=True)
+        subprocess.Popen(command, env=shared | {"TEST_RANK": str(rank)}, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True, start_new_session=True)
         for rank in range(world_size)
     ]  # fmt: skip
     try:
@@ -56,14 +56,8 @@ def main(tasks: list[dict], rank: int) -> int:
         if rank >= world_size:
             continue
         place = Place(rank, rank, world_size, world_size, port=task["port"], hosted=True) if world_size > 1 else None
-        overrides = [
-            *TINY,
-            *RANDOM_BYTES,
-            "trainer.rank_timeout=60",
-            ACCELERATOR,
-            "trainer.precision=32-true",
-            *task["overrides"],
-        ]
+        fixed = (*TINY, *RANDOM_BYTES, ACCELERATOR, "trainer.rank_timeout=60", "trainer.precision=32-true")
+        overrides = [*fixed, *task["overrides"]]
         _, ending = run(config(*overrides), Path(task["folder"]), overrides, None, place)
         if ending.status != "completed":
             print(f"rank {rank}, {task['folder']}: {ending}")

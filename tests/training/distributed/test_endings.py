@@ -12,8 +12,8 @@ from training.distributed.pair import ACCELERATOR, ON_GPUS
 
 ROOT = Path(__file__).parents[3]
 TINY = (
-    "dim=32", "model.num_layers=2", "data=synthetic", "data.num_tokens=20000", "data.batch_size=8", "data.val_batches=2",
-    "logger=none", "trainer.warmup_steps=2", "trainer.log_every=1", "trainer.val_every=0", ACCELERATOR,
+    "dim=32", "model.num_layers=2", "data=synthetic", "data.num_tokens=20000", "data.batch_size=8", "logger=none",
+    "trainer.warmup_steps=2", "trainer.log_every=1", "trainer.val_every=0", ACCELERATOR,
     "trainer.devices=2", "trainer.rank_timeout=60", "impl=native",
 )  # fmt: skip
 DYING = "model: {_target_: training.distributed.dying.Dying, how: %s, rank: %d}\ntrainer: {max_steps: 6}"

@@ -1,4 +1,4 @@
-"""Two ranks train as one process does with twice the batch, under DDP and FSDP2, and go on from each other's checkpoint."""
+"""Two ranks train as one process with twice the batch, under DDP and FSDP2, and go on from each other's checkpoint."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from training.distributed.pair import ON_GPUS, train_all
 from training.runs import curve
 
 GPT = ("model=gpt", "dim=16", "model.num_layers=2", "model.num_heads=2", "model.context=8", "trainer.max_steps=4")
-# Two micro-batches a step, and gradients that are clipped in every one; a learning rate that does not depend on the end.
+# Two micro-batches a step, gradients that are clipped in every one, a learning rate that does not depend on the end.
 MLP = ("trainer.accumulate=2", "trainer.max_grad_norm=0.5", "trainer.warmup_steps=0", "trainer.min_learning_rate=1e-3")
 # Rounding of sums in another order, over a few steps; a GPU's products of other sizes come from other kernels besides.
 CLOSE = {"rel": 1e-4, "abs": 1e-4} if ON_GPUS else {"rel": 2e-5, "abs": 2e-5}

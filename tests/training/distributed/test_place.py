@@ -1,0 +1,71 @@
+"""Who is which rank: torchrun, Slurm, this program, or one process alone."""
+
+import pytest
+import torch
+from conftest import raises
+
+from fusedmlp.errors import UserError
+from fusedmlp.training.place import Place, Start, find
+
+DDP = {"strategy": "ddp", "devices": 2, "num_nodes": 1, "accelerator": "cpu"}
+TORCHRUN = {
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+# srun --nodes=2 --ntasks-per-node=4: task 5, the second on the second host
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "123456",
+}  # fmt: skip
+
+
+def test_one_device_is_this_process():
+    alone = {"strategy": "single", "devices": 1, "num_nodes": 1}
+    assert find(alone, {}) == Place()
+    assert find(DDP | {"devices": 1}, {}) == Place()
+    assert find(alone, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) == Place(), "sbatch without srun"
+
+
+def test_several_devices_of_this_host_are_started():
+    assert find(DDP, {}) == Start(2, 0, 2)
+    count = max(torch.cuda.device_count(), 1)
+    every = find(DDP | {"devices": "auto", "accelerator": "auto"}, {})
+    assert every == (Place() if count == 1 else Start(count, 0, count))
+
+
+@pytest.mark.parametrize("values", [{"devices": 0}, {"devices": "all"}, {"num_nodes": "two"}, {"devices": 1.5}])
+def test_what_is_no_count_is_left_to_the_options(values):
+    assert find(DDP | values, {}) == Place()
+
+
+def test_torchrun():
+    place = Place(3, 1, 4, 2, "node1", 29500, hosted=True)
+    assert find(DDP | {"num_nodes": 2}, TORCHRUN) == place
+    assert find(DDP | {"devices": "auto"}, TORCHRUN) == place
+    assert (place.num_nodes, place.node) == (2, 1)
+    with raises(UserError, "trainer.devices=4", "trainer.num_nodes=1", "2 processes", "2 hosts", "devices=auto"):
+        find(DDP | {"devices": 4}, TORCHRUN)
+    with raises(UserError, "4 processes", "trainer=default", "trainer=ddp"):
+        find({"strategy": "single", "devices": 1}, TORCHRUN)
+
+
+def test_slurm_with_a_task_per_device():
+    port = 15000 + 123456 % 40000
+    place = find(DDP | {"devices": 4, "num_nodes": 2}, SLURM)
+    assert place == Place(5, 1, 8, 4, "gpu07", port)
+    assert not place.hosted, "rank 0 listens"
+    with raises(UserError, "trainer.devices=2", "4 processes"):
+        find(DDP, SLURM)
+
+
+def test_slurm_with_a_task_per_host():
+    tasks = SLURM | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    found = find(DDP | {"devices": 4, "num_nodes": 2}, tasks)
+    assert found == Start(4, 4, 8, "gpu07", 15000 + 123456 % 40000)
+    with raises(UserError, "trainer.num_nodes=3", "2 hosts"):
+        find(DDP | {"devices": 4, "num_nodes": 3}, tasks)
+
+
+def test_several_hosts_need_a_process_on_each():
+    with raises(UserError, "trainer.num_nodes=2", "torchrun or srun"):
+        find(DDP | {"num_nodes": 2}, {})
