@@ -22,10 +22,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fusedmlp.profiling.relaunch import relaunch
-from fusedmlp.sweep import plugin
+from fusedmlp.sweep import outcome, plugin
 from fusedmlp.sweep.command import job_command
 from fusedmlp.sweep.job import GROUP, PARENT, join_sweep
 from fusedmlp.training.cli import Jobs, launch, register_impls
+from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.place import Start, find
 from fusedmlp.training.run import run
 from fusedmlp.training.supervisor import start_ranks
@@ -53,7 +54,11 @@ def main(cfg: DictConfig) -> None:
         config: Any = HydraConfig.instance().cfg
         number = 0 if OmegaConf.is_missing(job.job, "num") else job.job.num
         shared = {PARENT: str(os.getpid())} | ({GROUP: name} if name else {})
-        return jobs.ended_under(start_ranks(place, job_command(config, overrides, folder, number), shared))
+        code = start_ranks(place, job_command(config, overrides, folder, number), shared)
+        if code in (130, 143):
+            raise Interrupted(code - 128)
+        fields = outcome.read(folder) if sweep is not None else {}
+        return jobs.ended_elsewhere(fields) if fields else jobs.ended_under(code)
     result, ending = run(cfg, folder, overrides, name, place)
     if place.rank == 0:
         return jobs.ended(result, ending)

@@ -199,6 +199,8 @@ def _outcome(fields: dict[str, Any]) -> list[str]:
             + (f", peak {memory:.2f} GiB" if memory else "")
             + (", step from a CUDA graph" if (fields.get("cuda_graph") or {}).get("captured") else "")
         )
+        if speed.get("devices", 1) > 1:
+            lines.append(f"{speed['tokens_per_s_per_device']:,.0f} tokens/s on each of {speed['devices']} devices")
         waited = f"{speed['data_wait_percent']:.1f} % of the time waiting for data"
         rate = speed["tflops_per_s"]
         lines.append(waited if rate is None else f"{utilization(rate, speed['mfu_percent'])}, {waited}")

@@ -1,7 +1,7 @@
 """The other ranks of a run: meeting them, the first failure of any, and the step after which all of them stop.
 
-All of it goes through a store on the host. A thread looks at it four times a second, so that a step costs a lock and no
-device ever waits. Without other ranks nothing is done.
+All of it goes through a store on the host, which a thread looks at four times a second: no device ever waits. Without
+other ranks nothing is done.
 """
 
 import os
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.interrupt import Interrupted, StopRequests
-from fusedmlp.training.messages import FOLDER, STOP, ending_for, failure, post_failure, prefixed
+from fusedmlp.training.last_step import LastStep
+from fusedmlp.training.messages import FOLDER, ending_for, failure, post_failure, prefixed
 from fusedmlp.training.place import Place
 
 _POLL_S = 0.25
@@ -48,9 +49,7 @@ class Peers:
         self.on_stuck: Callable[[Ending], None] = lambda ending: None
         self._store: Any = None
         self._said: dict[str, Any] | None = None
-        self._changed = threading.Condition()
-        self._step, self._frozen, self._posted = 0, False, False
-        self._limit: int | None = None
+        self._last: LastStep | None = None
         self._closing = self._heeding = self._ending = False
         self._meeting: Any = None
         self._thread: threading.Thread | None = None
@@ -69,6 +68,7 @@ class Peers:
             if place.rank == 0 and not place.hosted:
                 self._meeting = dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False)
             self._store = prefixed(self._connection())
+            self._last = LastStep(self._store, place.rank, place.world_size)
             self._previous = signal.signal(_WAKE, self._woken)
             self._heeding = True
             self._thread = threading.Thread(target=self._watch, name="fusedmlp.peers", daemon=True)
@@ -127,6 +127,21 @@ class Peers:
             self._store.set(key, "done")
         return None
 
+    def same(self, name: str, value: str) -> bool:
+        """Whether all ranks say the same, as far as rank 0 hears it soon; on the others True."""
+        if self._store is None:
+            return True
+        self._store.set(f"{name}/{self.place.rank}", value)
+        if not self.is_first:
+            return True
+        keys = [f"{name}/{rank}" for rank in range(self.place.world_size)]
+        until = time.monotonic() + _REASON_S
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                return True
+            time.sleep(0.05)
+        return all(self._store.get(key).decode() == value for key in keys)
+
     def _wait_for(self, key: str) -> None:
         # Not the store's own wait, which a failure of another rank could not end.
         until = time.monotonic() + self.timeout_s
@@ -137,29 +152,17 @@ class Peers:
 
     def begin(self, step: int) -> None:
         """The loop is about to begin with optimizer step `step` (from 1)."""
-        with self._changed:
-            self._step = step
+        if self._last is not None:
+            self._last.begin(step)
 
     def stop_after(self, step: int) -> int | None:
-        """Called when `step` has ended: the signal if the run stops here, else None and the next step begins.
-
-        One rank gets the signal first. Each then says which step it is in, which it will finish, and begins no other
-        before all have said so; the largest of these steps is the last one, on every rank.
-        """
-        if self._store is None:
-            return self.stop.received
-        with self._changed:
-            while self._frozen and self._limit is None:
-                self._changed.wait(0.1)
-            if self._limit is not None and step >= self._limit:
-                return int(self._store.get(STOP))
-            self._step = step + 1
-        return None
+        """Called when `step` has ended: the signal if the run stops here, on every rank, else None."""
+        return self.stop.received if self._last is None else self._last.stop_after(step)
 
     def ended_by(self, error: BaseException, ending: Ending, traceback: str) -> Ending:
         """Tells the others of a failure of this rank; returns how the run ends, which another may have decided."""
         self._heeding, self._ending = False, True
-        if self._store is None or (isinstance(error, Interrupted) and self._limit is not None):
+        if self._store is None or (isinstance(error, Interrupted) and self._last and self._last.limit):
             return ending  # that is what all do
         if _lost_touch(error) or isinstance(error, PeerFailed):
             until = time.monotonic() + _REASON_S
@@ -209,24 +212,9 @@ class Peers:
         if said is not None:
             self._said = said
             return True
-        if self.stop.received is not None and not self._store.check([STOP]):
-            self._store.compare_set(STOP, "", str(self.stop.received))
-        if self._limit is None and self._store.check([STOP]):
-            self._freeze()
+        if self._last is not None:
+            self._last.look(self.stop.received)
         return False
-
-    def _freeze(self) -> None:
-        with self._changed:
-            self._frozen, step = True, self._step
-        if not self._posted:
-            self._store.set(f"step/{self.place.rank}", str(step))
-            self._posted = True
-        keys = [f"step/{rank}" for rank in range(self.place.world_size)]
-        if self._store.check(keys):
-            limit = max(int(self._store.get(key)) for key in keys)
-            with self._changed:
-                self._limit = limit
-                self._changed.notify_all()
 
     def _end_main_thread(self, ending: Ending) -> None:
         if self._heeding:
@@ -248,8 +236,8 @@ class Peers:
         self._closing = True
         self._thread.join()
         try:
-            if not self._posted:
-                self._store.set(f"step/{self.place.rank}", str(self._step))
+            if self._last is not None:
+                self._last.leave()
             self._store.set(f"left/{self.place.rank}", "")
             if self._meeting is not None:
                 # Whoever has the store is the last to leave.

@@ -2,12 +2,14 @@
 
 import dataclasses
 import gc
+import json
 import logging
 import os
 import shlex
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,10 @@ def run(
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     with StopRequests() as stop, Peers(place or Place(), stop) as peers:
         folder = agreed_folder(peers, lambda: claim_folder(wanted_folder))
+        if not peers.is_first and folder != wanted_folder.absolute():
+            # Hydra has made one for a process that began a second later.
+            with suppress(OSError):
+                wanted_folder.rmdir()
         if peers.is_first:
             OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
         with log_file(folder / "train.log" if peers.is_first else Path(os.devnull)):
@@ -244,6 +250,11 @@ class Run:
         self.seconds["total"] = time.perf_counter() - self.began
         if self.config["impl"] == "auto" and (ran := auto.used()):
             self.result.write(impl_resolved=impls.resolved("auto"), impl_choices=ran)
+            if not self.peers.lost and not self.peers.same("choices", json.dumps(ran)):
+                self.progress.say(
+                    "warning: impl=auto chose otherwise on some ranks; give all hosts one $FUSEDMLP_CACHE, or the same "
+                    "table with python -m fusedmlp.auto export and import"
+                )
         self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint, seconds=self.seconds)
         if self.wandb is not None:
             self.wandb.finish(self._summary(), ending.exit_code)
