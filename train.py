@@ -29,7 +29,7 @@ from fusedmlp.training.cli import Jobs, launch, register_impls
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.place import Start, find
 from fusedmlp.training.run import run
-from fusedmlp.training.supervisor import start_ranks
+from fusedmlp.training.supervisor import STOPPED, start_ranks
 
 jobs = Jobs()
 group = join_sweep()
@@ -55,7 +55,7 @@ def main(cfg: DictConfig) -> None:
         number = 0 if OmegaConf.is_missing(job.job, "num") else job.job.num
         shared = {PARENT: str(os.getpid())} | ({GROUP: name} if name else {})
         code = start_ranks(place, job_command(config, overrides, folder, number), shared)
-        if code in (130, 143):
+        if code in STOPPED:
             raise Interrupted(code - 128)
         fields = outcome.read(folder) if sweep is not None else {}
         return jobs.ended_elsewhere(fields) if fields else jobs.ended_under(code)

@@ -19,6 +19,11 @@ def prefixed(store: Store) -> PrefixStore:
     return PrefixStore("fusedmlp", store)
 
 
+def left(rank: int) -> str:
+    """The key that says that a rank needs nothing from the others any more."""
+    return f"left/{rank}"
+
+
 def post_failure(store: Store, rank: int, ending: Ending, traceback: str = "") -> dict[str, Any]:
     """Says how the run ends because of `rank`, unless another has said so before; returns what counts."""
     words = json.dumps({"rank": rank, "ending": asdict(ending), "traceback": traceback})

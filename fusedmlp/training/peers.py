@@ -4,6 +4,7 @@ All of it goes through a store on the host, which a thread looks at four times a
 other ranks nothing is done.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.interrupt import Interrupted, StopRequests
 from fusedmlp.training.last_step import LastStep
-from fusedmlp.training.messages import FOLDER, ending_for, failure, post_failure, prefixed
+from fusedmlp.training.messages import FOLDER, ending_for, failure, left, post_failure, prefixed
 from fusedmlp.training.place import Place
 
 _POLL_S = 0.25
@@ -51,6 +52,7 @@ class Peers:
         self._said: dict[str, Any] | None = None
         self._last: LastStep | None = None
         self._closing = self._heeding = self._ending = False
+        self._exit_code = 1
         self._meeting: Any = None
         self._thread: threading.Thread | None = None
 
@@ -101,9 +103,13 @@ class Peers:
         if self._thread is not None:
             self._farewell()
             signal.signal(_WAKE, self._previous)
-        # With a rank missing, destroying the group could wait for it; the process ends anyway.
-        if dist.is_initialized() and not self.lost:
+        if not dist.is_initialized():
+            return
+        if not self.lost:
             dist.destroy_process_group()
+        elif dist.get_backend() == "nccl":
+            # With a rank missing, ending the group could wait for it, and so could Python's end.
+            atexit.register(_leave_at_once, self._exit_code)
 
     def agree(self, name: str, value: str) -> str:
         """Rank 0's `value`, on every rank."""
@@ -161,7 +167,7 @@ class Peers:
 
     def ended_by(self, error: BaseException, ending: Ending, traceback: str) -> Ending:
         """Tells the others of a failure of this rank; returns how the run ends, which another may have decided."""
-        self._heeding, self._ending = False, True
+        self._heeding, self._ending, self._exit_code = False, True, ending.exit_code
         if self._store is None or (isinstance(error, Interrupted) and self._last and self._last.limit):
             return ending  # that is what all do
         if _lost_touch(error) or isinstance(error, PeerFailed):
@@ -173,9 +179,10 @@ class Peers:
                 self._said = post_failure(self._store, self.place.rank, ending, traceback)
             except dist.DistError:
                 return ending
-        if self._said["ending"]["reason"] == ending.reason:
-            return ending
-        return ending_for(self._said, self.place.rank)
+        if self._said["ending"]["reason"] != ending.reason:
+            ending = ending_for(self._said, self.place.rank)
+        self._exit_code = ending.exit_code
+        return ending
 
     @property
     def lost(self) -> bool:
@@ -226,9 +233,7 @@ class Peers:
             time.sleep(_POLL_S)
         # It waits for a rank that is no more, in a call that nothing can end.
         self.on_stuck(ending)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ending.exit_code or 1)
+        _leave_at_once(ending.exit_code or 1)
 
     def _farewell(self) -> None:
         """Leaves, in a way that nobody waits for this rank."""
@@ -238,15 +243,21 @@ class Peers:
         try:
             if self._last is not None:
                 self._last.leave()
-            self._store.set(f"left/{self.place.rank}", "")
+            self._store.set(left(self.place.rank), "")
             if self._meeting is not None:
                 # Whoever has the store is the last to leave.
                 until = time.monotonic() + _REASON_S
-                everybody = [f"left/{rank}" for rank in range(self.place.world_size)]
+                everybody = [left(rank) for rank in range(self.place.world_size)]
                 while not self._store.check(everybody) and time.monotonic() < until:
                     time.sleep(0.05)
         except dist.DistError:
             pass  # nobody is there any more
+
+
+def _leave_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def agreed_folder(peers: Peers, claim: Callable[[], Path]) -> Path:

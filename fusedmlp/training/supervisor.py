@@ -10,15 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from fusedmlp.training.failures import Ending
-from fusedmlp.training.messages import FOLDER, post_failure, prefixed
+from fusedmlp.training.messages import FOLDER, left, post_failure, prefixed
 from fusedmlp.training.place import Start
 from fusedmlp.training.result import FILE, Result
 
@@ -26,6 +27,8 @@ from fusedmlp.training.result import FILE, Result
 GRACE_S = 30.0
 LAST_GRACE_S = 5.0
 _POLL_S = 0.1
+# Exit codes of a run that Ctrl-C or SIGTERM has ended.
+STOPPED = (130, 143)
 
 
 def start_ranks(start: Start, command: Sequence[str], environment: Mapping[str, str], grace_s: float = GRACE_S) -> int:
@@ -100,8 +103,10 @@ class _Group:
             self.failed_at = time.monotonic()
             index = next(i for i, code in enumerate(codes) if code)
             self.reason = _ending_of(self.ranks.first + index, codes[index] or 0)
-            # What the rank itself has said is there already, and stays.
-            post_failure(prefixed(self.store), self.ranks.first + index, self.reason)
+            # What the rank itself has said is there already, and stays; one that was stopped has nothing to say.
+            if codes[index] not in STOPPED:
+                with suppress(DistError):  # the first host has gone already
+                    post_failure(prefixed(self.store), self.ranks.first + index, self.reason)
         if self.failed_at is not None:
             late = time.monotonic() - self.failed_at - self.grace_s
             if late >= 0:
@@ -114,8 +119,17 @@ class _Group:
                 process.kill()
         for process in self.processes:
             process.wait()
-        if self.reason is not None and self.ranks.first == 0:
-            _record(self.store, self.reason)
+        if self.ranks.first == 0:
+            self._wait_for_other_hosts()
+            if self.reason is not None:
+                _record(self.store, self.reason)
+
+    def _wait_for_other_hosts(self) -> None:
+        """Keeps the store until their ranks have left, which takes no longer than their last step."""
+        others = [left(rank) for rank in range(self.ranks.count, self.ranks.world_size)]
+        until = time.monotonic() + LAST_GRACE_S
+        while others and not prefixed(self.store).check(others) and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
     def exit_code(self) -> int:
         codes = [process.returncode for process in self.processes]
