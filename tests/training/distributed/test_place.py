@@ -3,8 +3,12 @@
 import pytest
 import torch
 from conftest import raises
+from omegaconf import OmegaConf
+from training.runs import config
 
 from fusedmlp.errors import UserError
+from fusedmlp.sweep.isolated import IsolatedLauncher
+from fusedmlp.training.options import TrainerOptions, build
 from fusedmlp.training.place import Place, Start, find
 
 DDP = {"strategy": "ddp", "devices": 2, "num_nodes": 1, "accelerator": "cpu"}
@@ -69,3 +73,29 @@ def test_slurm_with_a_task_per_host():
 def test_several_hosts_need_a_process_on_each():
     with raises(UserError, "trainer.num_nodes=2", "torchrun or srun"):
         find(DDP | {"num_nodes": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ("trainer.devices=2",),
+            ("trainer.devices=2: expected 1 with trainer=default", "trainer=ddp and trainer=fsdp"),
+        ),
+        (("trainer.num_nodes=2",), ("trainer.num_nodes=2: expected 1 with trainer=default",)),
+        (("trainer=ddp", "trainer.devices=0"), ("trainer.devices=0: expected an integer of at least 1, or auto",)),
+        (("trainer=ddp", "trainer.devices=all"), ("trainer.devices=all: expected", "auto")),
+        (("trainer=ddp", "trainer.cuda_graph=true"), ("a step under trainer=ddp is not captured",)),
+        (("trainer.strategy=dpp",), ("trainer.strategy=dpp is unknown; accepted: ddp",)),
+    ],
+)
+def test_what_does_not_fit_is_one_message(overrides, words):
+    section = OmegaConf.to_container(config(*overrides).trainer, resolve=True)
+    with raises(UserError, *words):
+        build("trainer", section, TrainerOptions)
+
+
+def test_a_sweep_is_not_started_by_every_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with raises(UserError, "torchrun", "start train.py -m without"):
+        IsolatedLauncher().setup(hydra_context=None, task_function=None, config=None)
