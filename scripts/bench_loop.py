@@ -81,7 +81,7 @@ class Bench:
         gc.collect()
         torch.cuda.empty_cache()
         torch.compiler.reset()
-        compiled._copies.clear()
+        compiled.forget()
 
     def write(self) -> None:
         timing.write_record(self.out, "loop", self.tables, {"steps": self.options.steps})

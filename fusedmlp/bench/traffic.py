@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusedmlp.bench.clock import Function
+from fusedmlp.impls import compiled
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
@@ -100,6 +101,9 @@ def static_uncached_compilation() -> Iterator[None]:
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
+    # What was compiled before, with other settings and perhaps for shapes of any size, is compiled again.
+    torch.compiler.reset()
+    compiled.forget()
     with (
         torch._dynamo.config.patch(automatic_dynamic_shapes=False),
         inductor.patch(fx_graph_cache=False),

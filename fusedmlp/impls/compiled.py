@@ -56,6 +56,11 @@ def mlp(
     return _run(manual.mlp, x, weight1, bias1, weight2, bias2, approximate)
 
 
+def forget() -> None:
+    """Drop every compiled copy, for a measurement that must not depend on what was called before it."""
+    _copies.clear()
+
+
 def _run(op: Callable[..., Tensor], *args: Any) -> Tensor:
     if torch.compiler.is_compiling():
         # An outer torch.compile traces straight through: one graph, fused with what surrounds it.

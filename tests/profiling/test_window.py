@@ -140,7 +140,7 @@ def test_a_stop_that_waits_for_its_step_stops_it_once(tmp_path, tool, monkeypatc
 
     def asked(self, trainer, module, *rest):
         if trainer.global_step == 4:
-            self.stop.received = 15
+            self.peers.stop.received = 15
         end(self, trainer, module, *rest)
 
     monkeypatch.setattr(Checkpoints, "on_train_batch_end", asked)
