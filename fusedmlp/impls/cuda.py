@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import build
-from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
+from fusedmlp.impls._autograd import once_differentiable, requires_grad
 from fusedmlp.kernels import cuda_ops, toolchain
 
 DEVICES = ("cuda",)
@@ -112,7 +112,7 @@ class _LinearGelu(torch.autograd.Function):
         need_dx, need_dweight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_dweight else None, weight if need_dx else None, preact)
         ctx.approximate = approximate
-        return _no_view(act), preact
+        return act, preact
 
     @staticmethod
     @once_differentiable
@@ -128,7 +128,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
         act, _ = _LinearGelu.apply(x, weight, bias, approximate)
         return act
     act, _ = cuda_ops.linear_gelu_fwd(x, weight, bias, approximate, False)
-    return _no_view(act)
+    return act
 
 
 class _Mlp(torch.autograd.Function):
@@ -151,7 +151,7 @@ class _Mlp(torch.autograd.Function):
             act if need_dweight2 else None,
         )
         ctx.approximate = approximate
-        return _no_view(y), preact if need_dpreact else None
+        return y, preact if need_dpreact else None
 
     @staticmethod
     @once_differentiable
@@ -168,12 +168,7 @@ def mlp(
         y, _ = _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate)
         return y
     y, _, _ = cuda_ops.mlp_fwd(x, weight1, bias1, weight2, bias2, approximate, False, False)
-    return _no_view(y)
-
-
-def _no_view(y: Tensor) -> Tensor:
-    """What an operator returns in more or less than two dimensions is a view of a matrix, see `reshaped`."""
-    return y if y.ndim == 2 else reshaped(y, y.shape)
+    return y
 
 
 def _wanted(gradients: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:

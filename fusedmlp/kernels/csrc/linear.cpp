@@ -1,4 +1,5 @@
 // The operators of linear_gelu and mlp: which products, epilogues and kernels a call is made of.
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -14,12 +15,13 @@ Tensor matrix_of(const Tensor& x) {
   return x.dim() == 2 ? x : x.reshape({c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), K});
 }
 
-// y (M, N) with the leading dimensions of x (..., K).
+// y (M, N), which nobody else has, with the leading dimensions of x (..., K). No view for autograd: the result may be
+// written in place.
 Tensor shaped_as(const Tensor& x, const Tensor& y) {
   if (x.dim() == 2) return y;
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
-  return y.view(sizes);
+  return at::_unsafe_view(y, sizes);
 }
 
 Tensor nothing(const Tensor& like) { return at::empty({0}, like.options()); }
