@@ -115,7 +115,8 @@ def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         with torch.cuda.graph(graph, stream=stream):
             loss = step()
 
-    def replay() -> Tensor:
+    def replay(recorded: Callable[[], Tensor] = step) -> Tensor:
+        # The graph writes to the optimizer's state, which `recorded` keeps.
         graph.replay()
         return loss
 

@@ -448,6 +448,17 @@ def test_the_oracle_agrees_with_what_is_right_in_every_layout(op, impl_name):
                     assert "is off by" in oracle.disagreement(impl_name)
 
 
+def test_checked_rows_exist_whatever_the_default_dtype():
+    t = torch.randn(8192, 2)
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning does around a step in bf16-true; 8191 is 8192 there
+    try:
+        oracle = sample.Oracle(sample.like(call.Call("gelu", "none", (t,), (True,))))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (oracle.rows.min(), oracle.rows.max()) == (0, 8191)
+    assert len(oracle.rows.unique()) == sample.CHECKED_ROWS
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDMLP_CACHE", str(tmp_path))
@@ -461,7 +472,8 @@ def test_on_a_gpu(monkeypatch, tmp_path):
         assert torch.cuda.get_sync_debug_mode() == 2
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() < peak + 2**27, "the measurement's memory is no peak of the program's"
+    # What stays are cuBLAS's workspaces, 32 MiB on Hopper for each thread and stream; a flush of the cache takes 256.
+    assert torch.cuda.max_memory_allocated() < peak + 7 * 2**25, "the measurement's memory is no peak of the program's"
     (entries,) = auto.choices().values()
     assert sorted(key.endswith("replayed") for key in entries) == [False, True], "small enough for both to be measured"
     for entry in entries.values():

@@ -78,7 +78,9 @@ class Oracle:
     def __init__(self, sample: Sample):
         self.sample = sample
         num_rows = self._rows(sample.call.x).shape[0]
-        self.rows = torch.linspace(0, num_rows - 1, min(CHECKED_ROWS, num_rows), device=sample.call.x.device).long()
+        # In fp64 whatever the default dtype, which a trainer may have set to bf16: that rounds 8191 to 8192.
+        spread = torch.linspace(0, num_rows - 1, min(CHECKED_ROWS, num_rows), dtype=torch.float64)
+        self.rows = spread.long().to(sample.call.x.device)
         self.dy = None
         if sample.dy is not None:
             rows = self._rows(sample.dy)

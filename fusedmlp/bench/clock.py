@@ -75,7 +75,7 @@ class _Cpu:
     def __init__(self, pace: Pace):
         self.pace, self.host_us = pace, dict[str, float]()
         # Larger than the caches of most processors.
-        self._flush = torch.zeros(1 << 23) if pace.cold else None
+        self._flush = torch.zeros(1 << 23, dtype=torch.float32) if pace.cold else None
 
     def prepare(self, functions: Mapping[str, Function]) -> None:
         for function in functions.values():

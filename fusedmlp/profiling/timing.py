@@ -84,7 +84,7 @@ def _replay(graph: torch.cuda.CUDAGraph, results: Any, _function: Callable[[], A
 def copy_bytes_per_ms(num_bytes: int = 1 << 30) -> float:
     """Bytes read plus bytes written per ms by a copy of `num_bytes` on the current GPU: the limit of a kernel that only
     moves data."""
-    source = torch.randn(num_bytes // 4, device="cuda")
+    source = torch.randn(num_bytes // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     return 2 * num_bytes / time_side_by_side({"copy": lambda: target.copy_(source)})["copy"].p50
 

@@ -27,16 +27,26 @@ class TorchTool:
         self._profile: profile | None = None
 
     def warm_up(self) -> None:
-        # Made here and dropped in `stop`, so that outside the window nothing of it is left.
-        self._profile = profile(activities=self._activities, schedule=self._schedule, on_trace_ready=self._write)
-        self._profile.start()
+        # Made here and dropped in `stop`, so that outside the window nothing of it is left. Without acc_events some
+        # versions warn that a second cycle would forget the first; there is one.
+        made = profile(
+            activities=self._activities, schedule=self._schedule, on_trace_ready=self._write, acc_events=True
+        )
+        made.start()
+        # Kept only once it has started: one that has not takes the process down when it is stopped.
+        self._profile = made
 
     def record(self) -> None:
         """The schedule counts the steps itself."""
 
     def step(self) -> None:
         assert self._profile is not None
-        self._profile.step()
+        try:
+            self._profile.step()
+        except BaseException:
+            # In which state it is now is not known.
+            self._profile = None
+            raise
 
     def stop(self) -> None:
         """Ends the profile; a window that was cut short is written as far as it came."""

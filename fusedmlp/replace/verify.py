@@ -72,7 +72,7 @@ def _results(model: nn.Module, batch: Any) -> Results:
         outputs = dict(_tensors("output", _call(model, batch)))
         generator = torch.Generator().manual_seed(0)
         differentiable = [t for t in outputs.values() if t.requires_grad]
-        incoming = [torch.randn(t.shape, generator=generator).to(t) for t in differentiable]
+        incoming = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable]
         trained = {f"gradient of {n}": p for n, p in model.named_parameters() if p.requires_grad}
         gradients: tuple[Tensor | None, ...] = (None,) * len(trained)
         if differentiable and trained:

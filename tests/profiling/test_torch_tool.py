@@ -8,7 +8,7 @@ import pytest
 import torch
 from training.runs import fits, result, train
 
-from fusedmlp.profiling import trace
+from fusedmlp.profiling import torch_tool, trace
 from fusedmlp.profiling.__main__ import main
 
 pytestmark = fits
@@ -112,3 +112,30 @@ def test_the_trace_goes_to_wandb_when_asked(tmp_path, monkeypatch):
     train(tmp_path / "b", *WINDOW, "profile.artifact=true")
     assert kept == ["trace.json.gz", "kernels.csv"]
     assert summary["trace/bound"] == "CPU"
+
+
+@pytest.mark.parametrize("broken", ["start", "step", None])
+def test_a_profiler_that_breaks_is_not_stopped(tmp_path, monkeypatch, broken):
+    """One that has not started takes the process down when it is stopped."""
+    stopped = []
+
+    class Profile:
+        def __init__(self, **_):
+            pass
+
+        def start(self):
+            self._break("start")
+
+        def step(self):
+            self._break("step")
+
+        def stop(self):
+            stopped.append(self)
+
+        def _break(self, name):
+            if name == broken:
+                raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(torch_tool, "profile", Profile)
+    assert train(tmp_path / "run", *WINDOW).status == "completed"
+    assert len(stopped) == (broken is None)
