@@ -21,15 +21,3 @@ def on_device_of(x: Tensor) -> AbstractContextManager:
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def elements_per_vector(tensors: tuple[Tensor, ...]) -> int:
-    """Elements in 16 bytes where rows begin between such vectors, and alike in all tensors; else 1.
-
-    Where every row begins on a multiple of 16 bytes, the compiler knows it and needs no help.
-    """
-    vector = 16 // tensors[0].element_size()
-    offsets = {t.stride(0) % vector for t in tensors}
-    if len(offsets) > 1 or offsets == {0} or any(t.data_ptr() % 16 for t in tensors):
-        return 1
-    return vector

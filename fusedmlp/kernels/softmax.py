@@ -20,21 +20,27 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
-from fusedmlp.kernels.softmax_team import TeamConfig, max_parts, team_bwd, team_fwd
+from fusedmlp.kernels.softmax_team import TeamConfig, longest_lead, max_parts, team_bwd, team_fwd
 from fusedmlp.kernels.softmax_wide import WideConfig, wide_bwd, wide_fwd
+
+
+@triton.jit
+def _in_vectors(n, VECTOR: tl.constexpr):
+    """n, a multiple of VECTOR, and the compiler knows."""
+    return n // VECTOR * VECTOR
 
 
 @triton.jit
 def _softmax_fwd_kernel(
     x_ptr, y_ptr, stride_xm, stride_ym, n_rows, n_cols,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program reads BLOCK_M whole rows of x and writes their softmax."""
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    mask = (offs_m < n_rows)[:, None] & (offs_n < n_cols)[None, :]
-    x_ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]
-    y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :]
+    mask = (offs_m < n_rows)[:, None] & (offs_n < _in_vectors(n_cols, VECTOR))[None, :]
+    x_ptrs = x_ptr + offs_m[:, None] * _in_vectors(stride_xm, VECTOR) + offs_n[None, :]
+    y_ptrs = y_ptr + offs_m[:, None] * _in_vectors(stride_ym, VECTOR) + offs_n[None, :]
     x = tl.load(x_ptrs, mask=mask, other=float("-inf")).to(tl.float32)  # (M, N)
     e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * 1.4426950408889634)
     y = e * (1.0 / tl.sum(e, axis=1))[:, None]
@@ -44,15 +50,15 @@ def _softmax_fwd_kernel(
 @triton.jit
 def _softmax_bwd_kernel(
     dy_ptr, y_ptr, dx_ptr, stride_dym, stride_ym, stride_dxm, n_rows, n_cols,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program reads BLOCK_M whole rows of dy and y and writes dx."""
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    mask = (offs_m < n_rows)[:, None] & (offs_n < n_cols)[None, :]
-    dy_ptrs = dy_ptr + offs_m[:, None] * stride_dym + offs_n[None, :]
-    y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :]
-    dx_ptrs = dx_ptr + offs_m[:, None] * stride_dxm + offs_n[None, :]
+    mask = (offs_m < n_rows)[:, None] & (offs_n < _in_vectors(n_cols, VECTOR))[None, :]
+    dy_ptrs = dy_ptr + offs_m[:, None] * _in_vectors(stride_dym, VECTOR) + offs_n[None, :]
+    y_ptrs = y_ptr + offs_m[:, None] * _in_vectors(stride_ym, VECTOR) + offs_n[None, :]
+    dx_ptrs = dx_ptr + offs_m[:, None] * _in_vectors(stride_dxm, VECTOR) + offs_n[None, :]
     y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)  # (M, N)
     dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
     dx = y * (dy - tl.sum(y * dy, axis=1)[:, None])
@@ -80,12 +86,16 @@ def rows_bwd(dy: Tensor, y: Tensor, dx: Tensor, config: RowsConfig) -> None:
 
 def _launch_rows(kernel, tensors: tuple[Tensor, ...], config: RowsConfig) -> None:
     n_rows, n_cols = tensors[0].shape
+    strides = tuple(t.stride(0) for t in tensors)
+    vector = 16 // tensors[0].element_size()
+    # By itself, Triton looks only for multiples of 16: 1000 columns of a 16-bit dtype would be read one by one.
+    in_vectors = all(n % vector == 0 for n in (n_cols, *strides))
     prepared.launch(
         kernel,
         tensors,
         -(-n_rows // config.block_m),
-        (*(t.stride(0) for t in tensors), n_rows, n_cols),
-        (config.block_m, config.block_n),
+        (*strides, n_rows, n_cols),
+        (config.block_m, config.block_n, vector if in_vectors else 1),
         config.num_warps,
     )
 
@@ -116,8 +126,9 @@ def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int) -> Config
         return RowsConfig(1, block_n, num_warps=16)
     if itemsize == 4 and block_n <= 16384:
         return RowsConfig(1, block_n, num_warps=16 if backward else 32)
-    # One program a row, if it would not leave much of its registers idle.
-    if itemsize == 2 and block_n <= 32768 and (4 * n_cols >= 3 * block_n or max_parts == 1):
+    # One program a row, if it would not leave much of its registers idle, nor lack room for what is cut off in front.
+    fits = 4 * n_cols >= 3 * block_n and (n_cols % 16 == 0 or n_cols + longest_lead(8) <= block_n)
+    if itemsize == 2 and block_n <= 32768 and (fits or max_parts == 1):
         return TeamConfig(block_n, num_warps=block_n // (2048 if backward else 1024))
     for widest, config in _TEAMS[itemsize]:
         if n_cols <= min(widest, max_parts * config.block):

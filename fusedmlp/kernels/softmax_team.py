@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
-from fusedmlp.kernels.launch import elements_per_vector, num_sms
+from fusedmlp.kernels.launch import num_sms
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -65,38 +65,34 @@ def _take_task(work_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def _row_start(row, stride, VECTOR: tl.constexpr):
-    """(offset of the row's first element, rounded down to a multiple of VECTOR; what was cut off)."""
+    """(offset of the row's first element, rounded down to a line of 8 vectors, 128 bytes; what was cut off)."""
     if VECTOR == 1:
         return row * stride, tl.full((), 0, tl.int64)
     else:
-        lead = row * stride % VECTOR
-        return tl.multiple_of(row * stride - lead, VECTOR), lead
+        lead = row * stride % (8 * VECTOR)
+        return tl.multiple_of(row * stride - lead, 8 * VECTOR), lead
 
 
 @triton.jit
-def _load_part(ptr, low, high, width, other, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Elements low to high - 1 of a part that is `width` wide, `other` around them."""
-    offs = tl.arange(0, BLOCK)
+def _inner(offs, low, high, VECTOR: tl.constexpr):
+    """Which elements lie in vectors that are whole between low and high: all or none of a vector, to the compiler."""
     if VECTOR == 1:
-        x = tl.load(ptr + offs, mask=offs < high, other=other)
-    elif (low == 0) & (high == width):
-        # Inside the row. The compiler knows that width is a multiple of 16, and reads 16 bytes at a time.
-        x = tl.load(ptr + offs, mask=offs < width, other=other)
+        return offs < high
     else:
-        x = tl.load(ptr + offs, mask=(offs >= low) & (offs < high), other=other)
-    return x
+        return (offs >= (low + VECTOR - 1) // VECTOR * VECTOR) & (offs < high // VECTOR * VECTOR)
 
 
 @triton.jit
-def _store_part(ptr, values, low, high, width, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """The counterpart of `_load_part`."""
-    offs = tl.arange(0, BLOCK)
-    if VECTOR == 1:
-        tl.store(ptr + offs, values, mask=offs < high)
-    elif (low == 0) & (high == width):
-        tl.store(ptr + offs, values, mask=offs < width)
-    else:
-        tl.store(ptr + offs, values, mask=(offs >= low) & (offs < high))
+def _ends(low, high, VECTOR: tl.constexpr):
+    """(offsets of the elements of two vectors, the one that holds low and the one that holds high; which of them lie
+    between low and high and not in a whole vector)."""
+    lanes = tl.arange(0, 2 * VECTOR)
+    inner_low = (low + VECTOR - 1) // VECTOR * VECTOR
+    first = lanes < VECTOR
+    offs = tl.where(first, low // VECTOR * VECTOR + lanes, high // VECTOR * VECTOR + lanes - VECTOR)
+    # Both may be the same vector: then its elements count as the first one's.
+    mask = tl.where(first, (offs >= low) & (offs < inner_low), offs >= inner_low) & (offs < high)
+    return offs, mask
 
 
 @triton.jit
@@ -130,13 +126,24 @@ def _softmax_fwd_team_kernel(
     first = part * width
     low = tl.maximum(lead - first, 0).to(tl.int32)
     high = tl.minimum(n_cols + lead - first, width).to(tl.int32)
+    x_ptr += x_start + first
+    y_ptr += y_start + first
+    offs = tl.arange(0, BLOCK)
+    mask = _inner(offs, low, high, VECTOR)
 
-    x = _load_part(x_ptr + x_start + first, low, high, width, float("-inf"), BLOCK, VECTOR)
+    x = tl.load(x_ptr + offs, mask=mask, other=float("-inf"))
+    if VECTOR > 1:
+        end_offs, end_mask = _ends(low, high, VECTOR)
+        x_ends = tl.load(x_ptr + end_offs, mask=end_mask, other=float("-inf")).to(tl.float32)
     row_max = tl.max(x.to(tl.float32), axis=0)
+    if VECTOR > 1:
+        row_max = tl.maximum(row_max, tl.max(x_ends, axis=0))
     x = _forget(x, zero, PACKED)
     # 0 takes the place of a part's maximum of -inf: the row's maximum may be elsewhere, and -inf - -inf is NaN.
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = tl.sum(tl.exp2((x.to(tl.float32) - shift) * 1.4426950408889634), axis=0)
+    if VECTOR > 1:
+        row_sum += tl.sum(tl.exp2((x_ends - shift) * 1.4426950408889634), axis=0)
     if PARTS > 1:
         words_ptr = work_ptr + 1 + row * PARTS
         _post(words_ptr + part, row_max, row_sum)
@@ -144,8 +151,11 @@ def _softmax_fwd_team_kernel(
         row_max = tl.max(maxima, axis=0)
         row_sum = tl.sum(sums * tl.exp2((maxima - row_max) * 1.4426950408889634), axis=0)
     x = _forget(x, _zero_after(zero, row_sum), PACKED)
-    y = tl.exp2((x.to(tl.float32) - row_max) * 1.4426950408889634) * (1.0 / row_sum)
-    _store_part(y_ptr + y_start + first, y, low, high, width, BLOCK, VECTOR)
+    scale = 1.0 / row_sum
+    tl.store(y_ptr + offs, tl.exp2((x.to(tl.float32) - row_max) * 1.4426950408889634) * scale, mask=mask)
+    if VECTOR > 1:
+        y_ends = tl.exp2((x_ends - row_max) * 1.4426950408889634) * scale
+        tl.store(y_ptr + end_offs, y_ends, mask=end_mask)
 
 
 @triton.jit(do_not_specialize=["zero"])
@@ -161,10 +171,21 @@ def _softmax_bwd_team_kernel(
     first = part * width
     low = tl.maximum(lead - first, 0).to(tl.int32)
     high = tl.minimum(n_cols + lead - first, width).to(tl.int32)
+    dy_ptr += dy_start + first
+    y_ptr += y_start + first
+    dx_ptr += dx_start + first
+    offs = tl.arange(0, BLOCK)
+    mask = _inner(offs, low, high, VECTOR)
 
-    y = _load_part(y_ptr + y_start + first, low, high, width, 0.0, BLOCK, VECTOR)
-    dy = _load_part(dy_ptr + dy_start + first, low, high, width, 0.0, BLOCK, VECTOR)
+    y = tl.load(y_ptr + offs, mask=mask, other=0.0)
+    dy = tl.load(dy_ptr + offs, mask=mask, other=0.0)
+    if VECTOR > 1:
+        end_offs, end_mask = _ends(low, high, VECTOR)
+        y_ends = tl.load(y_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
+        dy_ends = tl.load(dy_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
     dot = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=0)
+    if VECTOR > 1:
+        dot += tl.sum(y_ends * dy_ends, axis=0)
     if PARTS > 1:
         words_ptr = work_ptr + 1 + row * PARTS
         # The first value only makes the word differ from 0.
@@ -173,8 +194,9 @@ def _softmax_bwd_team_kernel(
         dot = tl.sum(dots, axis=0)
     y = _forget(y, _zero_after(zero, dot), PACKED)
     dy = _forget(dy, _zero_after(zero, dot), PACKED)
-    dx = y.to(tl.float32) * (dy.to(tl.float32) - dot)
-    _store_part(dx_ptr + dx_start + first, dx, low, high, width, BLOCK, VECTOR)
+    tl.store(dx_ptr + offs, y.to(tl.float32) * (dy.to(tl.float32) - dot), mask=mask)
+    if VECTOR > 1:
+        tl.store(dx_ptr + end_offs, y_ends * (dy_ends - dot), mask=end_mask)
 
 
 @dataclass(frozen=True)
@@ -200,22 +222,38 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: TeamConfig) -> None:
     n_rows, n_cols = x.shape
     config = spread(config, x)
     vector = elements_per_vector(tensors)
-    if n_cols + vector - 1 > max_parts(x) * config.block:
-        # A row that begins between vectors takes up to vector - 1 columns more; read one by one, it does not.
+    if n_cols + longest_lead(vector) > max_parts(x) * config.block:
+        # What is cut off in front of a row takes room in its parts; read element by element, a row has nothing cut off.
         vector = 1
-    elif vector > 1 and 2 * (n_cols + vector) <= max_parts(x) * config.block:
-        # Masks of single elements, in the parts at a row's ends, take registers as well.
-        config = TeamConfig(config.block // 2, config.num_warps)
-    parts = -(-(n_cols + vector - 1) // config.block)
+    extent = n_cols + longest_lead(vector)
+    parts = -(-extent // config.block)
     packed = x.element_size() == 2 and not _INTERPRETER
     prepared.launch(
         kernel,
         (*tensors, work_area(x, n_rows, parts)),
         n_rows * parts,
-        (*(t.stride(0) for t in tensors), n_cols, part_width(n_cols + vector - 1, parts), 0),
+        (*(t.stride(0) for t in tensors), n_cols, part_width(extent, parts), 0),
         (parts, config.block, vector, packed),
         config.num_warps,
     )
+
+
+def elements_per_vector(tensors: tuple[Tensor, ...]) -> int:
+    """Elements in 16 bytes where rows begin between lines of 128 bytes, and alike in all tensors; else 1.
+
+    Where all rows begin and end at multiples of 16 elements, the compiler knows it and needs no help.
+    """
+    n_cols, vector = tensors[0].shape[1], 16 // tensors[0].element_size()
+    strides = [t.stride(0) for t in tensors]
+    if all(n % 16 == 0 for n in (n_cols, *strides)):
+        return 1
+    alike = len({stride % (8 * vector) for stride in strides}) == 1
+    return vector if alike and not any(t.data_ptr() % 16 for t in tensors) else 1
+
+
+def longest_lead(vector: int) -> int:
+    """Elements by which `_row_start` may go back."""
+    return 8 * vector - 1 if vector > 1 else 0
 
 
 def max_parts(x: Tensor) -> int:
@@ -241,5 +279,5 @@ def work_area(x: Tensor, n_rows: int, parts: int) -> Tensor:
 
 
 def part_width(n_cols: int, parts: int) -> int:
-    """Columns of one part: equal shares, in multiples of 16 so that each begins where a wide access may."""
-    return -(-n_cols // (16 * parts)) * 16
+    """Columns of one part: equal shares, in multiples of 64 so that each begins where a line of 128 bytes may."""
+    return -(-n_cols // (64 * parts)) * 64

@@ -11,14 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
-from fusedmlp.kernels.launch import elements_per_vector
 from fusedmlp.kernels.softmax_team import (
     _collect,
-    _load_part,
+    _ends,
+    _inner,
     _post,
     _row_start,
-    _store_part,
     _take_task,
+    elements_per_vector,
+    longest_lead,
     max_parts,
     part_width,
     work_area,
@@ -26,19 +27,10 @@ from fusedmlp.kernels.softmax_team import (
 
 
 @triton.jit
-def _load_chunk(ptr, chunk, lead, end, other, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
-    """CHUNK elements of a row from `chunk` on, as fp32; `other` before `lead` and from `end` on."""
-    low = tl.maximum(lead - chunk, 0).to(tl.int32)
-    high = tl.minimum(end - chunk, CHUNK).to(tl.int32)
-    return _load_part(ptr + chunk, low, high, CHUNK, other, CHUNK, VECTOR).to(tl.float32)
-
-
-@triton.jit
-def _store_chunk(ptr, values, chunk, lead, end, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
-    """The counterpart of `_load_chunk`."""
-    low = tl.maximum(lead - chunk, 0).to(tl.int32)
-    high = tl.minimum(end - chunk, CHUNK).to(tl.int32)
-    _store_part(ptr + chunk, values, low, high, CHUNK, CHUNK, VECTOR)
+def _chunk(start, low, high, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
+    """Offsets of CHUNK elements of a row from `start` on, and which of them lie in whole vectors from low to high."""
+    offs = start + tl.arange(0, CHUNK)
+    return offs, _inner(offs, low, high, VECTOR)
 
 
 @triton.jit
@@ -53,20 +45,29 @@ def _softmax_fwd_wide_kernel(
     x_ptr += x_start
     y_ptr += y_start
     first = part * width
-    end = tl.minimum(first + width, n_cols + lead)
+    low = tl.maximum(first, lead)
+    high = tl.minimum(first + width, n_cols + lead)
 
     lane_max = tl.full((CHUNK,), float("-inf"), tl.float32)
-    for chunk in range(first, end, CHUNK):
-        lane_max = tl.maximum(lane_max, _load_chunk(x_ptr, chunk, lead, end, float("-inf"), CHUNK, VECTOR))
+    for start in range(first, high, CHUNK):
+        offs, mask = _chunk(start, low, high, CHUNK, VECTOR)
+        lane_max = tl.maximum(lane_max, tl.load(x_ptr + offs, mask=mask, other=float("-inf")).to(tl.float32))
     row_max = tl.max(lane_max, axis=0)
+    if VECTOR > 1:
+        end_offs, end_mask = _ends(low, high, VECTOR)
+        x_ends = tl.load(x_ptr + end_offs, mask=end_mask, other=float("-inf")).to(tl.float32)
+        row_max = tl.maximum(row_max, tl.max(x_ends, axis=0))
 
     # 0 takes the place of a part's maximum of -inf: the row's maximum may be elsewhere, and -inf - -inf is NaN.
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     lane_sum = tl.zeros((CHUNK,), tl.float32)
-    for chunk in range(first, end, CHUNK):
-        x = _load_chunk(x_ptr, chunk, lead, end, float("-inf"), CHUNK, VECTOR)
+    for start in range(first, high, CHUNK):
+        offs, mask = _chunk(start, low, high, CHUNK, VECTOR)
+        x = tl.load(x_ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
         lane_sum += tl.exp2((x - shift) * 1.4426950408889634)
     row_sum = tl.sum(lane_sum, axis=0)
+    if VECTOR > 1:
+        row_sum += tl.sum(tl.exp2((x_ends - shift) * 1.4426950408889634), axis=0)
 
     if PARTS > 1:
         words_ptr = work_ptr + 1 + row * PARTS
@@ -76,10 +77,13 @@ def _softmax_fwd_wide_kernel(
         row_sum = tl.sum(sums * tl.exp2((maxima - row_max) * 1.4426950408889634), axis=0)
 
     scale = 1.0 / row_sum
-    for chunk in range(first, end, CHUNK):
-        x = _load_chunk(x_ptr, chunk, lead, end, float("-inf"), CHUNK, VECTOR)
-        y = tl.exp2((x - row_max) * 1.4426950408889634) * scale
-        _store_chunk(y_ptr, y, chunk, lead, end, CHUNK, VECTOR)
+    for start in range(first, high, CHUNK):
+        offs, mask = _chunk(start, low, high, CHUNK, VECTOR)
+        x = tl.load(x_ptr + offs, mask=mask, other=float("-inf")).to(tl.float32)
+        tl.store(y_ptr + offs, tl.exp2((x - row_max) * 1.4426950408889634) * scale, mask=mask)
+    if VECTOR > 1:
+        y_ends = tl.exp2((x_ends - row_max) * 1.4426950408889634) * scale
+        tl.store(y_ptr + end_offs, y_ends, mask=end_mask)
 
 
 @triton.jit
@@ -96,13 +100,20 @@ def _softmax_bwd_wide_kernel(
     y_ptr += y_start
     dx_ptr += dx_start
     first = part * width
-    end = tl.minimum(first + width, n_cols + lead)
+    low = tl.maximum(first, lead)
+    high = tl.minimum(first + width, n_cols + lead)
 
     lane_dot = tl.zeros((CHUNK,), tl.float32)
-    for chunk in range(first, end, CHUNK):
-        y = _load_chunk(y_ptr, chunk, lead, end, 0.0, CHUNK, VECTOR)
-        lane_dot += y * _load_chunk(dy_ptr, chunk, lead, end, 0.0, CHUNK, VECTOR)
+    for start in range(first, high, CHUNK):
+        offs, mask = _chunk(start, low, high, CHUNK, VECTOR)
+        y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        lane_dot += y * tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     dot = tl.sum(lane_dot, axis=0)
+    if VECTOR > 1:
+        end_offs, end_mask = _ends(low, high, VECTOR)
+        y_ends = tl.load(y_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
+        dy_ends = tl.load(dy_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
+        dot += tl.sum(y_ends * dy_ends, axis=0)
 
     if PARTS > 1:
         words_ptr = work_ptr + 1 + row * PARTS
@@ -111,10 +122,13 @@ def _softmax_bwd_wide_kernel(
         _, dots = _collect(words_ptr, PARTS)
         dot = tl.sum(dots, axis=0)
 
-    for chunk in range(first, end, CHUNK):
-        y = _load_chunk(y_ptr, chunk, lead, end, 0.0, CHUNK, VECTOR)
-        dy = _load_chunk(dy_ptr, chunk, lead, end, 0.0, CHUNK, VECTOR)
-        _store_chunk(dx_ptr, y * (dy - dot), chunk, lead, end, CHUNK, VECTOR)
+    for start in range(first, high, CHUNK):
+        offs, mask = _chunk(start, low, high, CHUNK, VECTOR)
+        y = tl.load(y_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + offs, y * (dy - dot), mask=mask)
+    if VECTOR > 1:
+        tl.store(dx_ptr + end_offs, y_ends * (dy_ends - dot), mask=end_mask)
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: WideConfig) -> None:
         kernel,
         (*tensors, work_area(x, n_rows, parts)),
         n_rows * parts,
-        (*(t.stride(0) for t in tensors), n_cols, part_width(n_cols + vector - 1, parts)),
+        (*(t.stride(0) for t in tensors), n_cols, part_width(n_cols + longest_lead(vector), parts)),
         (parts, config.chunk, vector),
         config.num_warps,
     )

@@ -1,6 +1,7 @@
 """What the compiler makes of the pointwise and softmax kernels, on a machine without a GPU."""
 
 import re
+from collections import Counter
 
 import pytest
 from conftest import INTERPRETER
@@ -99,14 +100,30 @@ def test_softmax_in_fp32(n_cols, backward):
     assert_lean(build_softmax(n_cols, backward, "fp32", 90))
 
 
+ODD = ("stride_xm", "stride_ym", "stride_dym", "stride_dxm", "n_cols")
+
+
+@on_all_cards
+@pytest.mark.parametrize(("n_cols", "backward"), [(n, b) for n in (30_001, 50_257, 5_000_001) for b in (False, True)])
+def test_rows_that_begin_between_vectors_are_read_in_vectors(n_cols, backward, sm):
+    """Only the elements in the two vectors that a row's ends cut are accessed one by one: once for each tensor."""
+    odd, even = (
+        build_softmax(n, backward, "bf16", sm, v, o) for n, v, o in ((n_cols, 8, ODD), (n_cols // 64 * 64, 1, ()))
+    )
+    assert_lean(odd)
+    assert odd.loads == even.loads + Counter({2: 2 if backward else 1})
+    assert odd.stores == even.stores + Counter({2: 1})
+    assert odd.registers <= even.registers + 16
+
+
+@on_all_cards
 @pytest.mark.parametrize("backward", [False, True])
-def test_rows_that_begin_between_vectors_are_read_in_vectors(backward):
-    """50257 columns of bf16: only the parts at the ends of a row have narrow accesses."""
-    odd = ("stride_xm", "stride_ym", "stride_dym", "stride_dxm", "n_cols")
-    report = build_softmax(50257, backward, "bf16", 90, vector=8, odd=odd)
+def test_narrow_rows_of_whole_vectors_are_read_in_vectors(backward, sm):
+    """1000 columns are a multiple of 8, though not of 16."""
+    report = build_softmax(1000, backward, "bf16", sm, vector=8, odd=ODD)
     assert_lean(report)
-    assert report.loads[16] > 0
-    assert report.stores[16] > 0
+    assert set(report.loads) == {16}
+    assert set(report.stores) == {16}
 
 
 def build_softmax(n_cols, backward, dtype, sm, vector=1, odd=()):
@@ -115,7 +132,7 @@ def build_softmax(n_cols, backward, dtype, sm, vector=1, odd=()):
     direction = "bwd" if backward else "fwd"
     if isinstance(config, softmax.RowsConfig):
         kernel = getattr(softmax, f"_softmax_{direction}_kernel")
-        constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+        constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "VECTOR": vector}
     elif isinstance(config, softmax.TeamConfig):
         kernel = getattr(softmax_team, f"_softmax_{direction}_team_kernel")
         parts = -(-n_cols // config.block)
