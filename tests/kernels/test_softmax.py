@@ -9,7 +9,7 @@ from oracle import assert_within
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fusedmlp.kernels import softmax
+from fusedmlp.kernels import softmax, softmax_team
 from fusedmlp.kernels.softmax import RowsConfig, softmax_bwd, softmax_fwd
 from fusedmlp.kernels.softmax_team import MAX_PARTS, TeamConfig
 from fusedmlp.kernels.softmax_wide import WideConfig
@@ -148,6 +148,58 @@ def test_chosen_configuration_holds_the_row(n_cols, itemsize, max_parts):
         # Registers of a thread: rows are held in fp32, parts as they are; one tensor forward, two backward.
         held = 4 if isinstance(config, RowsConfig) else itemsize
         assert columns * held * (2 if backward else 1) / (32 * config.num_warps) <= 4 * 128
+
+
+def words(high, low):
+    """Pairs of fp32 values as a team posts them."""
+    high, low = (v.float().view(torch.int32).long() for v in (high, low))
+    return (high << 32) | (low & 0xFFFFFFFF)
+
+
+def unpacked(area):
+    """The values of a team's words, without the number of tasks in front."""
+    return torch.stack([(area[1:] >> 32).int().view(torch.float32), area[1:].int().view(torch.float32)])
+
+
+@pytest.mark.skipif(ON_GPU, reason="there, teams wait for one another: test_teams")
+@in_all_dtypes
+@pytest.mark.parametrize("n_cols", [2048, 2052, 2999, 3008, 3009])
+def test_a_team_whose_words_are_there_before(monkeypatch, dtype, n_cols, poisoned):
+    """The interpreter runs one program at a time, so that each finds what the others will post, and posts the same."""
+    monkeypatch.setattr(softmax, "choose", lambda *_: TeamConfig(1024, num_warps=1))
+    monkeypatch.setattr(softmax_team, "max_parts", lambda x: 4)
+    x = torch.randn(5, n_cols).to(dtype)
+    x[1, : n_cols // 2] = -math.inf
+    dy, y = torch.randn_like(x), torch.softmax(x, 1)
+    vector = softmax_team.elements_per_vector((x,))
+    extent = n_cols + softmax_team.longest_lead(vector)
+    parts = -(-extent // 1024)
+    width = softmax_team.part_width(extent, parts)
+    # Where in its row each element of a part is: parts are counted from the beginning of a 128-byte line.
+    leads = torch.arange(5) * n_cols % (8 * vector) if vector > 1 else torch.zeros(5, dtype=torch.int64)
+    columns = torch.arange(parts * width) - leads[:, None]
+    inside = (columns >= 0) & (columns < n_cols)
+
+    def in_parts(values, other):
+        spread = values.double().gather(1, columns.clamp(0, n_cols - 1)).where(inside, other)
+        return spread.view(5, parts, width)
+
+    def with_words(high, low, launch, *tensors):
+        area = torch.cat([torch.zeros(1, dtype=torch.int64), words(high, low).flatten()])
+        before = unpacked(area)
+        monkeypatch.setattr(softmax_team, "work_area", lambda *_: area)
+        result = launch(*tensors, 1)
+        assert area[0] == 5 * parts, "tasks"
+        torch.testing.assert_close(unpacked(area), before, rtol=1e-5, atol=1e-6)
+        return result
+
+    pieces = in_parts(x, -math.inf)
+    maxima = pieces.amax(2)
+    sums = (pieces - maxima.nan_to_num(neginf=0.0)[:, :, None]).exp().sum(2)
+    assert_within(with_words(maxima, sums, softmax_fwd, x), torch.softmax(x.double(), 1), y, "y")
+    dots = (in_parts(y, 0.0) * in_parts(dy, 0.0)).sum(2)
+    dx = with_words(torch.ones_like(dots), dots, softmax_bwd, dy, y)
+    assert_within(dx, softmax_grad(dy.double(), y.double(), 1), softmax_grad(dy, y, 1), "dx", dy.abs().max().item())
 
 
 # Teams need programs that run at the same time. Rows that fill their parts and odd ones that do not; one row; more
