@@ -87,17 +87,23 @@ def rows_bwd(dy: Tensor, y: Tensor, dx: Tensor, config: RowsConfig) -> None:
 def _launch_rows(kernel, tensors: tuple[Tensor, ...], config: RowsConfig) -> None:
     n_rows, n_cols = tensors[0].shape
     strides = tuple(t.stride(0) for t in tensors)
-    vector = 16 // tensors[0].element_size()
-    # By itself, Triton looks only for multiples of 16: 1000 columns of a 16-bit dtype would be read one by one.
-    in_vectors = all(n % vector == 0 for n in (n_cols, *strides))
     prepared.launch(
         kernel,
         tensors,
         -(-n_rows // config.block_m),
         (*strides, n_rows, n_cols),
-        (config.block_m, config.block_n, vector if in_vectors else 1),
+        (config.block_m, config.block_n, _common_vector((n_cols, *strides), tensors[0].element_size())),
         config.num_warps,
     )
+
+
+def _common_vector(sizes: tuple[int, ...], itemsize: int) -> int:
+    """Elements in 16 bytes if all sizes are multiples of them and the compiler does not know; else 1."""
+    # By itself, Triton looks for multiples of 16: 1000 columns of a 16-bit dtype would be read one by one.
+    if all(size % 16 == 0 for size in sizes):
+        return 1
+    vector = 16 // itemsize
+    return vector if all(size % vector == 0 for size in sizes) else 1
 
 
 Config = RowsConfig | TeamConfig | WideConfig
