@@ -22,7 +22,6 @@ except ImportError as error:
     raise ImportError("Triton is missing: `pip install triton` (Linux), or use impl=native or impl=compiled") from error
 
 from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
-from fusedmlp.kernels.branches import side_by_side
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
 from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
 from fusedmlp.kernels.reduce import dgelu_dbias
@@ -192,22 +191,6 @@ def _free_saved(ctx) -> None:
         ctx.maybe_clear_saved_tensors()
 
 
-def _back_through_linear(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, need_dweight: bool, x_shape: torch.Size
-) -> tuple[Tensor | None, Tensor | None]:
-    """dx (..., K) where `weight` (N, K) is given, and dweight (N, K) if needed, of y = x @ weight.T; dy (M, N)."""
-
-    def of_x() -> Tensor | None:
-        return None if weight is None else (dy @ weight).view(x_shape)
-
-    def of_weight() -> Tensor | None:
-        return dy.t() @ _rows(x) if need_dweight and x is not None else None
-
-    if weight is None or not need_dweight:
-        return of_x(), of_weight()
-    return side_by_side(of_x, of_weight, (dy.shape[0], weight.shape[1]), dy.device)
-
-
 class _LinearGelu(torch.autograd.Function):
     """Keeps preact (M, N), and what the wanted gradients need of x and weight.
 
@@ -231,7 +214,8 @@ class _LinearGelu(torch.autograd.Function):
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
         dpreact, dbias = _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
         del preact
-        dx, dweight = _back_through_linear(dpreact, x, weight if need_dx else None, need_dweight, ctx.x_shape)
+        dx = (dpreact @ weight).view(ctx.x_shape) if need_dx else None
+        dweight = dpreact.t() @ _rows(x) if need_dweight else None
         return dx, dweight, dbias if need_dbias else None, None
 
 
@@ -309,7 +293,8 @@ class _Mlp(torch.autograd.Function):
             if recompute_act:
                 dweight2 = dy.t() @ act
             act = None
-            dx, dweight1 = _back_through_linear(dpreact, x, weight1 if need_dx else None, need_dweight1, ctx.x_shape)
+            dx = (dpreact @ weight1).view(ctx.x_shape) if need_dx else None
+            dweight1 = dpreact.t() @ _rows(x) if need_dweight1 else None
         dbias2 = dy.sum(0) if need_dbias2 else None
         return dx, dweight1, dbias1 if need_dbias1 else None, dweight2, dbias2, None, None
 
