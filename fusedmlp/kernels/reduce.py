@@ -4,6 +4,8 @@ A bias gradient is a sum over M rows. Strips of rows are summed in parallel into
 second kernel adds the strips from first to last: no atomics, so the same inputs give the same bits.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,8 +14,17 @@ from torch import Tensor
 from fusedmlp.kernels import prepared
 from fusedmlp.kernels.gelu import gelu_grad
 
-_BLOCK_M = 16
-_BLOCK_N = 256
+
+class Strips(NamedTuple):
+    """Rows that a program sums, and rows and columns of the blocks in which it reads them."""
+
+    rows: int
+    block_m: int
+    block_n: int
+
+
+# Long strips for less partial sums; where those would leave most of a GPU idle, blocks that are read at once.
+LONG, SHORT = Strips(128, 16, 256), Strips(64, 64, 32)
 
 
 @triton.jit
@@ -65,14 +76,13 @@ def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) 
     dpreact = torch.empty_like(preact)
     if M == 0 or N == 0:
         return dpreact, preact.new_zeros(N if need_dbias else 0)
-    num_n = triton.cdiv(N, _BLOCK_N)
-    # Long strips for less partial sums, short ones where long ones would leave most of a GPU idle.
-    strip = 128 if triton.cdiv(M, 128) * num_n >= 512 else 32
-    strips = triton.cdiv(M, strip)
-    partial = preact.new_empty((strips, N), dtype=torch.float32) if need_dbias else preact
+    num_long = triton.cdiv(M, LONG.rows) * triton.cdiv(N, LONG.block_n)
+    strips = LONG if num_long >= 512 else SHORT
+    num_m, num_n = triton.cdiv(M, strips.rows), triton.cdiv(N, strips.block_n)
+    partial = preact.new_empty((num_m, N), dtype=torch.float32) if need_dbias else preact
     prepared.launch(
-        _dgelu_dbias_kernel, (dy, preact, dpreact, partial), strips * num_n, (*dy.stride(), M, N),
-        (approximate, need_dbias, strip, _BLOCK_M, _BLOCK_N), num_warps=4,
+        _dgelu_dbias_kernel, (dy, preact, dpreact, partial), num_m * num_n, (*dy.stride(), M, N),
+        (approximate, need_dbias, *strips), num_warps=4,
     )  # fmt: skip
     return dpreact, column_sum(partial, preact.dtype) if need_dbias else preact.new_empty(0)
 

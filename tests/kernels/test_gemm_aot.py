@@ -1,5 +1,6 @@
 """What the compiler makes of the GEMM kernels, for GPUs that need not be there: spills, tensor cores, shared memory."""
 
+import itertools
 import os
 
 import pytest
@@ -133,12 +134,11 @@ def check_hopper(report: KernelReport, limit: int) -> None:
 def test_pointwise_and_reducing_kernels(sm):
     types = {"dy_ptr": "*bf16", "preact_ptr": "*bf16", "dpreact_ptr": "*bf16", "partial_ptr": "*fp32"}
     types |= {"stride_dm": "i32", "M": "i32", "N": "i32"}
-    constants = {"stride_dn": 1, "SUM_ROWS": True, "STRIP": 128, "BLOCK_M": reduce._BLOCK_M, "BLOCK_N": reduce._BLOCK_N}
     multiples = [name for name, kind in types.items() if kind.startswith("*")] + ["stride_dm", "N"]
-    for approximate in ("none", "tanh"):
-        report = compile_kernel(
-            reduce._dgelu_dbias_kernel, types, constants | {"APPROXIMATE": approximate}, sm, multiples_of_16=multiples
-        )
+    for approximate, strips in itertools.product(("none", "tanh"), (reduce.LONG, reduce.SHORT)):
+        constants = {"stride_dn": 1, "APPROXIMATE": approximate, "SUM_ROWS": True}
+        constants |= dict(zip(("STRIP", "BLOCK_M", "BLOCK_N"), strips, strict=True))
+        report = compile_kernel(reduce._dgelu_dbias_kernel, types, constants, sm, multiples_of_16=multiples)
         assert report.stack_bytes == 0
         assert set(report.loads) == {16}, dict(report.loads)
         # dpreact in 16 bytes; the column sums, one row of a strip's, in less.

@@ -11,7 +11,7 @@ from oracle import assert_within
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fusedmlp import functional
-from fusedmlp.kernels import gemm_launch, linear_gelu, prepared
+from fusedmlp.kernels import gemm_launch, linear_gelu, prepared, reduce
 from fusedmlp.kernels.reduce import column_sum, dgelu_dbias
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -26,9 +26,11 @@ def normal(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_dpreact_and_dbias(dtype, approximate, poisoned):
+@pytest.mark.parametrize("strips", [reduce.SHORT, reduce.LONG], ids=["short", "long"])
+def test_dpreact_and_dbias(dtype, approximate, strips, poisoned, monkeypatch):
+    monkeypatch.setattr(reduce, "SHORT", strips)  # what a small matrix gets
     # One strip and several, one row, a width that neither a block nor a 16-byte access divides.
-    for M, N in [(40, 64), (1, 300), (70, 257), (33, 1)]:
+    for M, N in [(40, 64), (1, 300), (140, 257), (33, 1)]:
         dy, preact = normal(M, N, dtype=dtype), normal(M, N, dtype=dtype) * 3
         grad = torch.ops.aten.gelu_backward
         expected = grad(dy.double(), preact.double(), approximate=approximate)

@@ -17,6 +17,7 @@ ON_GPU = (
     "data.batch_size=256",
     "trainer.checkpoint=false",
     "trainer.max_steps=30",
+    "trainer.cuda_graph=false",
 )
 WINDOW = ("profile.wait=10", "profile.warmup=2", "profile.active=4")
 
