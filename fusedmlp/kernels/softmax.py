@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
-from fusedmlp.kernels.softmax_team import TeamConfig, longest_lead, max_parts, team_bwd, team_fwd
+from fusedmlp.kernels.softmax_team import TeamConfig, elements_per_vector, max_parts, team_bwd, team_fwd
 from fusedmlp.kernels.softmax_wide import WideConfig, wide_bwd, wide_fwd
 
 
@@ -118,12 +118,15 @@ _TEAMS = {
 
 
 @functools.lru_cache
-def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int) -> Config:
-    """The kernels and their configuration for rows of `n_cols` elements of `itemsize` bytes.
+def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int, cut: bool = False) -> Config:
+    """The kernels and their configuration for rows of `n_cols` elements of `itemsize` bytes, `cut` as by `_cut`.
 
-    Measured on an H200 (profiles/records/LOG.md): rows of up to 16 KB are fastest held by one program without more ado.
+    Measured on an H200 (profiles/records/LOG.md): rows of up to 16 KB are fastest held by one program without more ado,
+    unless they are cut: then a team of one reads vectors, and several small programs are better than a large one.
     """
     block_n = triton.next_power_of_2(n_cols)
+    if cut and 2048 < block_n * itemsize <= 16_384 and n_cols + 128 // itemsize <= block_n + 1:
+        return TeamConfig(block_n, num_warps=min(8, block_n * itemsize // (1024 if backward else 2048)))
     if block_n <= 1024:
         return RowsConfig(1024 // block_n, block_n, num_warps=1)
     if block_n <= 4096:
@@ -132,8 +135,8 @@ def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int) -> Config
         return RowsConfig(1, block_n, num_warps=16)
     if itemsize == 4 and block_n <= 16384:
         return RowsConfig(1, block_n, num_warps=16 if backward else 32)
-    # One program a row, if it would not leave much of its registers idle, nor lack room for what is cut off in front.
-    fits = 4 * n_cols >= 3 * block_n and (n_cols % 16 == 0 or n_cols + longest_lead(8) <= block_n)
+    # One program a row, if it would not leave much of its registers idle.
+    fits = 4 * n_cols >= 3 * block_n and not cut
     if itemsize == 2 and block_n <= 32768 and (fits or max_parts == 1):
         return TeamConfig(block_n, num_warps=block_n // (2048 if backward else 1024))
     for widest, config in _TEAMS[itemsize]:
@@ -142,13 +145,19 @@ def choose(n_cols: int, itemsize: int, backward: bool, max_parts: int) -> Config
     return WideConfig()
 
 
+def _cut(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether rows end between vectors, which the kernels of teams can read nevertheless."""
+    x = tensors[0]
+    return x.shape[1] * x.element_size() % 16 != 0 and elements_per_vector(tensors) > 1
+
+
 def softmax_fwd(x: Tensor, dim: int) -> Tensor:
     """softmax of x along `dim` >= 0, for any shape and layout, in fp32, bf16 or fp16."""
     y = torch.empty_like(x)
     if x.numel() == 0:
         return y
     x_rows, y_rows = _rows(x, dim), _rows(y, dim)
-    config = choose(x_rows.shape[1], x.element_size(), False, max_parts(x))
+    config = choose(x_rows.shape[1], x.element_size(), False, max_parts(x), _cut((x_rows, y_rows)))
     if isinstance(config, RowsConfig):
         rows_fwd(x_rows, y_rows, config)
     elif isinstance(config, TeamConfig):
@@ -164,7 +173,7 @@ def softmax_bwd(dy: Tensor, y: Tensor, dim: int) -> Tensor:
     if y.numel() == 0:
         return dx
     dy_rows, y_rows, dx_rows = _rows(dy, dim), _rows(y, dim), _rows(dx, dim)
-    config = choose(y_rows.shape[1], y.element_size(), True, max_parts(y))
+    config = choose(y_rows.shape[1], y.element_size(), True, max_parts(y), _cut((dy_rows, y_rows, dx_rows)))
     if isinstance(config, RowsConfig):
         rows_bwd(dy_rows, y_rows, dx_rows, config)
     elif isinstance(config, TeamConfig):

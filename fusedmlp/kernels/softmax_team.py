@@ -65,12 +65,16 @@ def _take_task(work_ptr, PARTS: tl.constexpr):
 
 @triton.jit
 def _row_start(row, stride, VECTOR: tl.constexpr):
-    """(offset of the row's first element, rounded down to a line of 8 vectors, 128 bytes; what was cut off)."""
+    """(offset of the row's first element, rounded down to a line of 8 vectors, 128 bytes; what was cut off).
+
+    Where every row begins with a vector, nothing is cut off: sums run in the same order wherever a row lies, so equal
+    rows give equal bits. Other rows need vectors that begin before them, and their sums depend on how much before.
+    """
     if VECTOR == 1:
         return row * stride, tl.full((), 0, tl.int64)
     else:
-        lead = row * stride % (8 * VECTOR)
-        return tl.multiple_of(row * stride - lead, 8 * VECTOR), lead
+        lead = tl.where(stride % VECTOR == 0, 0, row * stride % (8 * VECTOR))
+        return tl.multiple_of(row * stride - lead, VECTOR), lead
 
 
 @triton.jit
@@ -222,10 +226,10 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: TeamConfig) -> None:
     n_rows, n_cols = x.shape
     config = spread(config, x)
     vector = elements_per_vector(tensors)
-    if n_cols + longest_lead(vector) > max_parts(x) * config.block:
+    extent = n_cols + longest_lead(tensors, vector)
+    if extent > max_parts(x) * config.block:
         # What is cut off in front of a row takes room in its parts; read element by element, a row has nothing cut off.
-        vector = 1
-    extent = n_cols + longest_lead(vector)
+        vector, extent = 1, n_cols
     parts = -(-extent // config.block)
     packed = x.element_size() == 2 and not _INTERPRETER
     prepared.launch(
@@ -239,7 +243,7 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: TeamConfig) -> None:
 
 
 def elements_per_vector(tensors: tuple[Tensor, ...]) -> int:
-    """Elements in 16 bytes where rows begin between lines of 128 bytes, and alike in all tensors; else 1.
+    """Elements in 16 bytes where rows begin or end between lines of 128 bytes, and alike in all tensors; else 1.
 
     Where all rows begin and end at multiples of 16 elements, the compiler knows it and needs no help.
     """
@@ -251,9 +255,9 @@ def elements_per_vector(tensors: tuple[Tensor, ...]) -> int:
     return vector if alike and not any(t.data_ptr() % 16 for t in tensors) else 1
 
 
-def longest_lead(vector: int) -> int:
-    """Elements by which `_row_start` may go back."""
-    return 8 * vector - 1 if vector > 1 else 0
+def longest_lead(tensors: tuple[Tensor, ...], vector: int) -> int:
+    """Elements that `_row_start` may cut off in front of a row."""
+    return 0 if tensors[0].stride(0) % vector == 0 else 8 * vector - 1
 
 
 def max_parts(x: Tensor) -> int:
@@ -264,8 +268,11 @@ def max_parts(x: Tensor) -> int:
 
 
 def spread(config: TeamConfig, x: Tensor) -> TeamConfig:
-    """Smaller parts where there are too few rows to fill the GPU."""
+    """Smaller parts where there are too few rows to fill the GPU. Not of 16 KB or less, which are soon read: zeroing
+    the words is a launch more."""
     n_rows, n_cols = x.shape
+    if n_cols * x.element_size() <= 16_384:
+        return config
     most = max_parts(x)
     block, num_warps = config.block, config.num_warps
     while block > 2048 and 2 * n_cols <= most * block and n_cols * n_rows < 2 * num_sms(x.device) * block:

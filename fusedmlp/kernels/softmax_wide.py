@@ -158,7 +158,7 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: WideConfig) -> None:
         kernel,
         (*tensors, work_area(x, n_rows, parts)),
         n_rows * parts,
-        (*(t.stride(0) for t in tensors), n_cols, part_width(n_cols + longest_lead(vector), parts)),
+        (*(t.stride(0) for t in tensors), n_cols, part_width(n_cols + longest_lead(tensors, vector), parts)),
         (parts, config.chunk, vector),
         config.num_warps,
     )

@@ -52,13 +52,16 @@ def gelu_kernels():
 @on_all_cards
 @pytest.mark.parametrize(("kernel", "approximate", "dtype", "itemsize"), list(gelu_kernels()))
 def test_gelu(kernel, approximate, dtype, itemsize, sm):
-    constants = {"APPROXIMATE": approximate, "BLOCK": gelu._BLOCK_BYTES // itemsize}
+    fp32_forward = kernel is gelu._gelu_fwd_kernel and dtype == "fp32"
+    block_bytes = gelu._BLOCK_BYTES_FP32_FORWARD if fp32_forward else gelu._BLOCK_BYTES
+    constants = {"APPROXIMATE": approximate, "BLOCK": block_bytes // itemsize}
     report = build(kernel, constants, dtype, sm, gelu._NUM_WARPS)
     assert_lean(report)
-    # Two accesses per tensor and thread, in the body and in the masked end.
+    # Accesses per tensor and thread, in the body and in the masked end.
+    accesses = 2 if fp32_forward else 4
     tensors_read = len(types(kernel, constants, dtype)) - 2
-    assert report.loads == {16: 4 * tensors_read}
-    assert report.stores == {16: 4}
+    assert report.loads == {16: accesses * tensors_read}
+    assert report.stores == {16: accesses}
     # Otherwise too few threads fit on a multiprocessor to keep enough loads in flight.
     assert report.registers <= 64
 
@@ -104,16 +107,43 @@ ODD = ("stride_xm", "stride_ym", "stride_dym", "stride_dxm", "n_cols")
 
 
 @on_all_cards
-@pytest.mark.parametrize(("n_cols", "backward"), [(n, b) for n in (30_001, 50_257, 5_000_001) for b in (False, True)])
+@pytest.mark.parametrize(
+    ("n_cols", "backward"), [(n, b) for n in (8001, 30_001, 50_257, 5_000_001) for b in (False, True)]
+)
 def test_rows_that_begin_between_vectors_are_read_in_vectors(n_cols, backward, sm):
     """Only the elements in the two vectors that a row's ends cut are accessed one by one: once for each tensor."""
-    odd, even = (
-        build_softmax(n, backward, "bf16", sm, v, o) for n, v, o in ((n_cols, 8, ODD), (n_cols // 64 * 64, 1, ()))
-    )
+    config = softmax.choose(n_cols, 2, backward, softmax_team.MAX_PARTS, True)
+    odd = build_softmax(n_cols, backward, "bf16", sm, 8, ODD, config)
+    even = build_softmax(n_cols // 64 * 64, backward, "bf16", sm, config=config)
     assert_lean(odd)
     assert odd.loads == even.loads + Counter({2: 2 if backward else 1})
     assert odd.stores == even.stores + Counter({2: 1})
     assert odd.registers <= even.registers + 16
+
+
+@on_all_cards
+@pytest.mark.parametrize(("dtype", "vector"), [("bf16", 8), ("fp32", 4)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_cut_rows_of_16_kb_or_less_are_held_by_one_program(dtype, vector, backward, sm):
+    itemsize = 16 // vector
+    for n_bytes in (3970, 8002, 16_002):
+        n_cols = n_bytes // itemsize
+        config = softmax.choose(n_cols, itemsize, backward, softmax_team.MAX_PARTS, True)
+        assert isinstance(config, softmax_team.TeamConfig)
+        report = build_softmax(n_cols, backward, dtype, sm, vector, ODD, config)
+        assert_lean(report)
+        assert set(report.loads) == set(report.stores) == {16, itemsize}
+        # Enough programs fit on a multiprocessor to hide each other's waiting: half of its threads.
+        assert report.registers <= 64
+
+
+@pytest.mark.parametrize("stride", [1, 8], ids=["overlapping", "known"])
+def test_strides_that_the_compiler_knows(stride):
+    """Rows one element apart (`unfold` gives them): a stride of 1 is a constant to the compiler."""
+    constants = {"PARTS": 1, "BLOCK": 2048, "VECTOR": 8, "PACKED": True, "stride_xm": stride}
+    report = build(softmax_team._softmax_fwd_team_kernel, constants, "bf16", 90, 2, ("zero", "n_cols", "stride_ym"))
+    assert_lean(report)
+    assert report.loads[16] > 0
 
 
 @on_all_cards
@@ -126,9 +156,9 @@ def test_narrow_rows_of_whole_vectors_are_read_in_vectors(backward, sm):
     assert set(report.stores) == {16}
 
 
-def build_softmax(n_cols, backward, dtype, sm, vector=1, odd=()):
+def build_softmax(n_cols, backward, dtype, sm, vector=1, odd=(), config=None):
     itemsize = {"bf16": 2, "fp32": 4}[dtype]
-    config = softmax.choose(n_cols, itemsize, backward, softmax_team.MAX_PARTS)
+    config = config or softmax.choose(n_cols, itemsize, backward, softmax_team.MAX_PARTS)
     direction = "bwd" if backward else "fwd"
     if isinstance(config, softmax.RowsConfig):
         kernel = getattr(softmax, f"_softmax_{direction}_kernel")

@@ -1,5 +1,6 @@
 """The softmax kernels against float64, narrow rows and wide ones, and what their launchers owe the caller."""
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from oracle import assert_within
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fusedmlp.kernels import softmax, softmax_team
+from fusedmlp.kernels import softmax, softmax_team, softmax_wide
 from fusedmlp.kernels.softmax import RowsConfig, softmax_bwd, softmax_fwd
 from fusedmlp.kernels.softmax_team import MAX_PARTS, TeamConfig
 from fusedmlp.kernels.softmax_wide import WideConfig
@@ -54,7 +55,7 @@ def test_equals_float64(device, dtype, shape, kernels, poisoned):
 
 
 @in_all_dtypes
-@pytest.mark.parametrize("n_cols", [1023, 1025, 4096, 8193, 16400, 32767, 40000])
+@pytest.mark.parametrize("n_cols", [1023, 1025, 1985, 4033, 4096, 8001, 8193, 16400, 32767, 40000])
 def test_equals_float64_across_configurations(device, dtype, n_cols, poisoned):
     check(torch.randn(2, n_cols, device=device).to(dtype), 1)
 
@@ -138,8 +139,8 @@ def test_inputs_stay_and_results_repeat(device, kernels):
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("max_parts", [1, 14, MAX_PARTS])
 def test_chosen_configuration_holds_the_row(n_cols, itemsize, max_parts):
-    for backward in (False, True):
-        config = softmax.choose(n_cols, itemsize, backward, max_parts)
+    for backward, cut in itertools.product((False, True), (False, True) if n_cols * itemsize % 16 else (False,)):
+        config = softmax.choose(n_cols, itemsize, backward, max_parts, cut)
         if isinstance(config, WideConfig):
             assert n_cols > max_parts * 16384
             continue
@@ -148,6 +149,58 @@ def test_chosen_configuration_holds_the_row(n_cols, itemsize, max_parts):
         # Registers of a thread: rows are held in fp32, parts as they are; one tensor forward, two backward.
         held = 4 if isinstance(config, RowsConfig) else itemsize
         assert columns * held * (2 if backward else 1) / (32 * config.num_warps) <= 4 * 128
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_cut_row_of_16_kb_or_less_is_read_in_vectors_where_there_is_room(itemsize):
+    """The room is for what is cut off in front, up to 127 bytes."""
+    lead = 128 // itemsize - 1
+    for n_bytes in (4096, 8192, 16384):
+        block = n_bytes // itemsize
+        for backward in (False, True):
+            fits, full = (
+                softmax.choose(n, itemsize, backward, MAX_PARTS, True) for n in (block - lead, block - lead + 1)
+            )
+            assert isinstance(fits, TeamConfig)
+            assert fits.block == block
+            assert isinstance(full, RowsConfig)
+            assert isinstance(softmax.choose(block - lead, itemsize, backward, MAX_PARTS, False), RowsConfig)
+    assert softmax.choose(30_001, 2, False, MAX_PARTS, True) == TeamConfig(4096, 2)
+    assert softmax.choose(30_000, 2, False, MAX_PARTS, False) == TeamConfig(32_768, 32)
+
+
+def assert_rows_are_equal(*tensors):
+    for rows in tensors:
+        assert torch.equal(rows, rows[:1].expand_as(rows))
+
+
+@in_all_dtypes
+@pytest.mark.parametrize("n_cols", [1000, 9000, 50_264])
+def test_equal_rows_that_begin_with_a_vector_give_equal_bits(device, dtype, n_cols):
+    """Wherever they lie: nothing is cut off in front of them, so that all sums run in the same order."""
+    x, dy = torch.randn(2, 1, n_cols, device=device).to(dtype).expand(2, 5, -1).contiguous()
+    y = softmax_fwd(x, 1)
+    assert_rows_are_equal(y, softmax_bwd(dy, y, 1))
+
+
+@in_all_dtypes
+def test_rows_with_gaps_that_begin_with_a_vector(device, dtype):
+    """Rows of 997 elements, 1000 apart: they end between vectors, and what follows them stays."""
+    x, dy = torch.randn(2, 1, 1000, device=device).to(dtype).expand(2, 6, -1).contiguous()
+    y, dx = torch.full((2, 6, 1000), 5.0, device=device, dtype=dtype)
+    x, dy, rows, grads = (t[:, :997] for t in (x, dy, y, dx))
+    for config, forward, backward in (
+        (TeamConfig(1024, 1), softmax_team.team_fwd, softmax_team.team_bwd),
+        (WideConfig(64, 1), softmax_wide.wide_fwd, softmax_wide.wide_bwd),
+    ):
+        forward(x, rows, config)
+        backward(dy, rows, grads, config)
+        assert_rows_are_equal(y, dx)
+        assert_within(rows, torch.softmax(x.double(), 1), torch.softmax(x, 1), "y")
+        expected = softmax_grad(dy.double(), rows.double(), 1)
+        assert_within(grads, expected, softmax_grad(dy, rows.contiguous(), 1), "dx", dy.abs().max().item())
+        assert (y[:, 997:] == 5).all()
+        assert (dx[:, 997:] == 5).all()
 
 
 def words(high, low):
@@ -172,11 +225,12 @@ def test_a_team_whose_words_are_there_before(monkeypatch, dtype, n_cols, poisone
     x[1, : n_cols // 2] = -math.inf
     dy, y = torch.randn_like(x), torch.softmax(x, 1)
     vector = softmax_team.elements_per_vector((x,))
-    extent = n_cols + softmax_team.longest_lead(vector)
+    extent = n_cols + softmax_team.longest_lead((x,), vector)
     parts = -(-extent // 1024)
     width = softmax_team.part_width(extent, parts)
-    # Where in its row each element of a part is: parts are counted from the beginning of a 128-byte line.
-    leads = torch.arange(5) * n_cols % (8 * vector) if vector > 1 else torch.zeros(5, dtype=torch.int64)
+    # Where in its row each element of a part is: parts are counted from the beginning of a 128-byte line, unless all
+    # rows begin with a vector.
+    leads = torch.arange(5) * n_cols % (8 * vector) if n_cols % vector else torch.zeros(5, dtype=torch.int64)
     columns = torch.arange(parts * width) - leads[:, None]
     inside = (columns >= 0) & (columns < n_cols)
 
