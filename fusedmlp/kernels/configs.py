@@ -1,10 +1,11 @@
 """Tile configurations of the GEMM kernels: which exist, and which one a problem gets.
 
 By default the choice is a rule: the largest tile that still keeps most multiprocessors busy, among those that fit the
-card's shared memory. It depends on the problem and the card alone, so nothing is measured, the first call waits for one
-compilation, and all ranks agree. FUSEDMLP_TUNE=1 measures the candidates on a problem's first call (about a second) and
-keeps the winner in a file for later processes; FUSEDMLP_TUNE=0 ignores that file. A process of a distributed job only
-reads it, and nothing is measured while a CUDA graph is being captured.
+card's shared memory; backward on Hopper, another kernel where all tiles are computed at once. It depends on the problem
+and the card alone, so nothing is measured, the first call waits for one compilation, and all ranks agree.
+FUSEDMLP_TUNE=1 measures the candidates on a problem's first call (about a second) and keeps the winner in a file for
+later processes; FUSEDMLP_TUNE=0 ignores that file. A process of a distributed job only reads it, and nothing is
+measured while a CUDA graph is being captured.
 """
 
 import json
@@ -29,7 +30,10 @@ TRITON = ".".join(triton.__version__.split(".")[:2])
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Constants of a GEMM kernel: `kernel` is "plain" (gemm.py) or "hopper" (gemm_hopper.py)."""
+    """Constants of a GEMM kernel: `kernel` is "plain" (gemm.py) or "hopper" (gemm_hopper.py).
+
+    PREACT_FIRST (backward, plain): a program for every tile, which reads its preact before the products.
+    """
 
     kernel: str
     BLOCK_M: int
@@ -38,6 +42,10 @@ class GemmConfig:
     GROUP_M: int
     num_stages: int
     num_warps: int
+    PREACT_FIRST: bool = False
+
+    def tiles(self, problem: "Problem") -> int:
+        return triton.cdiv(problem.M, self.BLOCK_M) * triton.cdiv(problem.N, self.BLOCK_N)
 
     def shared_bytes(self, itemsize: int, use_tma: bool, backward: bool) -> int:
         """Shared memory of one program: operand tiles in flight, and tiles of the result on their way through TMA."""
@@ -45,6 +53,9 @@ class GemmConfig:
         result = self.BLOCK_M * self.BLOCK_N
         if self.kernel == "hopper":
             return itemsize * (operands + 2 * result) + (4608 if backward else 512)
+        if self.PREACT_FIRST:
+            # Results take the place of operands that are no longer needed.
+            return itemsize * max(operands, (1 + backward) * result) + 2048
         # Each matrix of the result's shape takes a tile; fp32 ones one more to change the layout of the products.
         tiles = 1 + backward + (backward and itemsize == 4) if use_tma else 0
         return itemsize * (operands + tiles * result) + 2048
@@ -73,14 +84,18 @@ class Problem:
     device: int
 
 
-# Largest tiles first. The backward epilogue holds more values than the forward one, so its tiles are smaller.
+# In the order in which the rule asks: largest tiles first. The backward epilogue holds more values than the forward
+# one, so its tiles are smaller. Narrow tiles take longer steps over K where the card's shared memory allows.
 _FORWARD = {
+    "one wave, sm_90": [],
     "hopper": [GemmConfig("hopper", 128, 128, 64, 8, 5, 4)],
     # Other cards have not the registers or the shared memory for it.
     "16 bit, sm_90": [GemmConfig("plain", 128, 256, 64, 8, 3, 8)],
     "16 bit": [
         GemmConfig("plain", 128, 128, 64, 8, 3, 8),
+        GemmConfig("plain", 64, 128, 128, 8, 3, 4),
         GemmConfig("plain", 64, 128, 64, 8, 4, 4),
+        GemmConfig("plain", 64, 64, 128, 8, 4, 4),
         GemmConfig("plain", 64, 64, 64, 8, 4, 4),
     ],
     "tf32": [GemmConfig("plain", 128, 128, 32, 8, 3, 8), GemmConfig("plain", 64, 64, 32, 8, 4, 4)],
@@ -88,6 +103,12 @@ _FORWARD = {
     "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
 }
 _BACKWARD = {
+    # Before "hopper", whose programs hide the epilogue of one tile behind the products of another: here there is none.
+    # Two programs of the first share a multiprocessor, and hide each other's.
+    "one wave, sm_90": [
+        GemmConfig("plain", 64, 128, 64, 8, 4, 8, PREACT_FIRST=True),
+        GemmConfig("plain", 128, 128, 64, 8, 4, 8, PREACT_FIRST=True),
+    ],
     "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 4, 4)],
     "16 bit, sm_90": [],
     "16 bit": [GemmConfig("plain", 64, 128, 64, 8, 4, 8), GemmConfig("plain", 64, 64, 64, 8, 4, 4)],
@@ -117,29 +138,40 @@ def has_tma(device: int) -> bool:
 
 
 def candidates(problem: Problem) -> list[GemmConfig]:
-    """Configurations that can run the problem, largest tiles first."""
+    """Configurations that suit the problem, in the order in which the rule asks."""
     if problem.device < 0:
         return [_INTERPRETER]
-    capability, _, shared, _ = _card(problem.device)
+    capability = _card(problem.device)[0]
     known = _BACKWARD if problem.backward else _FORWARD
     if problem.dtype == torch.float32:
         configs = known[problem.precision]
+    elif capability == (9, 0) and problem.use_tma:
+        gluon = known["hopper"] if TRITON in HOPPER_TRITON else []
+        configs = known["one wave, sm_90"] + gluon + known["16 bit, sm_90"] + known["16 bit"]
     else:
-        hopper = capability == (9, 0) and problem.use_tma
-        gluon = known["hopper"] if hopper and TRITON in HOPPER_TRITON else []
-        configs = gluon + (known["16 bit, sm_90"] if hopper else []) + known["16 bit"]
-    itemsize = problem.dtype.itemsize
-    return [c for c in configs if c.shared_bytes(itemsize, problem.use_tma, problem.backward) <= shared]
+        configs = known["16 bit"]
+    return [config for config in configs if _suits(config, problem)]
+
+
+def _suits(config: GemmConfig, problem: Problem) -> bool:
+    """Whether the card has the shared memory, and the problem is of the kind that the configuration is for."""
+    _, multiprocessors, shared, _ = _card(problem.device)
+    needed = config.shared_bytes(problem.dtype.itemsize, problem.use_tma, problem.backward)
+    # A multiprocessor has 1 KB more than a block can ask for, and keeps 1 KB of each block for itself.
+    at_once = multiprocessors * ((shared + 1024) // (needed + 1024))
+    one_wave = config.tiles(problem) <= at_once
+    # A step longer than K would multiply zeros.
+    longest_step = max(64, problem.K)
+    return needed <= shared and longest_step >= config.BLOCK_K and (one_wave or not config.PREACT_FIRST)
 
 
 def by_rule(problem: Problem) -> GemmConfig:
-    """The largest tile that keeps three quarters of the multiprocessors busy, else the smallest."""
+    """The first whose tiles keep three quarters of the multiprocessors busy, else the smallest."""
     configs = candidates(problem)
     for config in configs:
-        tiles = triton.cdiv(problem.M, config.BLOCK_M) * triton.cdiv(problem.N, config.BLOCK_N)
-        if 4 * tiles >= 3 * multiprocessors(problem.device):
+        if 4 * config.tiles(problem) >= 3 * multiprocessors(problem.device):
             return config
-    return configs[-1]
+    return min(configs, key=lambda config: config.BLOCK_M * config.BLOCK_N)
 
 
 def choose(problem: Problem, run: Callable[[GemmConfig], Callable[[], None]]) -> GemmConfig:

@@ -7,7 +7,7 @@
 where B_IS_NK, else as (K, N), with contiguous rows either way; results have contiguous rows of N. With USE_TMA the
 matrices are tensor descriptors (rows of a multiple of 16 bytes), else pointers with 64-bit offsets and masks.
 
-A program computes every num_programs-th tile, accumulating in fp32.
+A program computes every num_programs-th tile, accumulating in fp32; or, backward with PREACT_FIRST, just one.
 """
 
 import triton
@@ -101,31 +101,74 @@ def _linear_gelu_fwd_kernel(
 
 
 @triton.jit
+def _load_early(a, first_row, first_column, rows, columns, USE_TMA: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Block (R, C) of a matrix with contiguous rows, zero outside, on its way to registers while the program goes on.
+
+    By pointers: a block that came through TMA would wait in shared memory, where operands could be. With USE_TMA, rows
+    are multiples of 16 bytes, and the compiler knows.
+    """
+    if USE_TMA:
+        VECTOR: tl.constexpr = 128 // a.dtype.element_ty.primitive_bitwidth
+        columns = columns // VECTOR * VECTOR
+    a_ptrs, mask = _rows_and_columns(a, columns, first_row, first_column, rows, columns, R, C)
+    return tl.load(a_ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _dgelu_tile(
+    dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K,
+    APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREACT_FIRST: tl.constexpr,
+):  # fmt: skip
+    """One tile of dpreact, and of act and the column sums if asked for."""
+    m = pid_m * BLOCK_M
+    n = pid_n * BLOCK_N
+    if PREACT_FIRST:
+        z = _load_early(preact, m, n, M, N, USE_TMA, BLOCK_M, BLOCK_N)
+    acc = _product(
+        dy, weight, stride_dy, stride_w, m, n, M, N, K, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    if not PREACT_FIRST:
+        z = _load(preact, N, m, n, M, N, USE_TMA, BLOCK_M, BLOCK_N)
+    act_tile, grad = gelu_and_grad(z.to(tl.float32), APPROXIMATE)
+    acc *= grad
+    _store(dpreact, acc, m, n, M, N, USE_TMA)
+    if STORE_ACT:
+        _store(act, act_tile, m, n, M, N, USE_TMA)
+    if SUM_ROWS:
+        # A row beyond M is zero times b, which is NaN where b is not finite.
+        inside = (m + tl.arange(0, BLOCK_M) < M)[:, None]
+        offs_n = n + tl.arange(0, BLOCK_N)
+        sums = tl.sum(tl.where(inside, acc, 0.0), axis=0)
+        tl.store(partial_ptr + pid_m.to(tl.int64) * N + offs_n, sums, mask=offs_n < N)
+
+
+@triton.jit
 def _dgelu_kernel(
     dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, M, N, K, num_programs,
     APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, PRECISION: tl.constexpr,
     B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PREACT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dpreact = (dy @ weight) * gelu'(preact); act and partial_ptr (cdiv(M, BLOCK_M), N) in fp32 if asked for."""
+    """dpreact = (dy @ weight) * gelu'(preact); act and partial_ptr (cdiv(M, BLOCK_M), N) in fp32 if asked for.
+
+    With PREACT_FIRST there is a program for every tile, and it reads the tile's preact before the products: where all
+    programs run at once, nothing else hides that read. Else preact is a descriptor like the others.
+    """
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, num_programs, flatten=USE_TMA):
-        pid_m, pid_n = tile_position(tile, num_m, num_n, GROUP_M)
-        m = pid_m * BLOCK_M
-        n = pid_n * BLOCK_N
-        acc = _product(
-            dy, weight, stride_dy, stride_w, m, n, M, N, K, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        z = _load(preact, N, m, n, M, N, USE_TMA, BLOCK_M, BLOCK_N).to(tl.float32)
-        act_tile, grad = gelu_and_grad(z, APPROXIMATE)
-        acc *= grad
-        _store(dpreact, acc, m, n, M, N, USE_TMA)
-        if STORE_ACT:
-            _store(act, act_tile, m, n, M, N, USE_TMA)
-        if SUM_ROWS:
-            # A row beyond M is zero times b, which is NaN where b is not finite.
-            inside = (m + tl.arange(0, BLOCK_M) < M)[:, None]
-            offs_n = n + tl.arange(0, BLOCK_N)
-            sums = tl.sum(tl.where(inside, acc, 0.0), axis=0)
-            tl.store(partial_ptr + pid_m.to(tl.int64) * N + offs_n, sums, mask=offs_n < N)
+    if PREACT_FIRST:
+        pid_m, pid_n = tile_position(tl.program_id(0), num_m, num_n, GROUP_M)
+        _dgelu_tile(
+            dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE,
+            STORE_ACT, SUM_ROWS, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K, True,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(tl.program_id(0), num_m * num_n, num_programs, flatten=USE_TMA):
+            pid_m, pid_n = tile_position(tile, num_m, num_n, GROUP_M)
+            _dgelu_tile(
+                dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE,
+                STORE_ACT, SUM_ROWS, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K, False,
+            )  # fmt: skip

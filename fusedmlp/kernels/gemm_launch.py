@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedmlp.kernels import configs, gemm
@@ -34,7 +33,10 @@ def backward(problem: Problem, config: GemmConfig, strides: tuple[int, int], fla
     arguments = ((0, a), (1, b), (2, c), (3, c), (4, c), (5, None))
     if config.kernel == "hopper":
         return _hopper(_gemm_hopper()._hopper_dgelu_kernel, arguments, problem, config, flags, b_is_nk)
-    return _plain(gemm._dgelu_kernel, arguments, problem, config, strides, flags, b_is_nk)
+    if config.PREACT_FIRST:
+        arguments = tuple((place, None if place == 2 else block) for place, block in arguments)
+    last = (config.PREACT_FIRST,)
+    return _plain(gemm._dgelu_kernel, arguments, problem, config, strides, flags, b_is_nk, last)
 
 
 def _blocks(config: GemmConfig, b_is_nk: bool) -> tuple[Block, Block, Block]:
@@ -44,8 +46,8 @@ def _blocks(config: GemmConfig, b_is_nk: bool) -> tuple[Block, Block, Block]:
 
 
 def _programs(problem: Problem, config: GemmConfig) -> int:
-    tiles = triton.cdiv(problem.M, config.BLOCK_M) * triton.cdiv(problem.N, config.BLOCK_N)
-    return min(tiles, configs.multiprocessors(problem.device))
+    tiles = config.tiles(problem)
+    return tiles if config.PREACT_FIRST else min(tiles, configs.multiprocessors(problem.device))
 
 
 def _hopper(kernel, arguments, problem: Problem, config: GemmConfig, flags: tuple, b_is_nk: bool) -> Launch:
@@ -56,13 +58,13 @@ def _hopper(kernel, arguments, problem: Problem, config: GemmConfig, flags: tupl
     return Launch(kernel, arguments, _gemm_hopper().descriptor, programs, integers, constants, options)
 
 
-def _plain(kernel, arguments, problem, config, strides, flags: tuple, b_is_nk: bool) -> Launch:
+def _plain(kernel, arguments, problem, config, strides, flags: tuple, b_is_nk: bool, last: tuple = ()) -> Launch:
     if not problem.use_tma:
         arguments = tuple((place, None) for place, _ in arguments)
     programs = _programs(problem, config)
     integers = (*strides, problem.M, problem.N, problem.K, programs)
     blocks = (config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, config.GROUP_M)
-    constants = (*flags, problem.precision, b_is_nk, problem.use_tma, *blocks)
+    constants = (*flags, problem.precision, b_is_nk, problem.use_tma, *blocks, *last)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return Launch(kernel, arguments, TensorDescriptor.from_tensor, programs, integers, constants, options)
 

@@ -11,7 +11,7 @@ from oracle import assert_within
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels import configs, gemm_launch, linear_gelu
 from fusedmlp.kernels.configs import GemmConfig, Problem
 from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
 
@@ -34,7 +34,10 @@ def configurations(x, backward):
     """The largest and the smallest that a card has for this dtype; `scripts/bench_gemm.py` holds up all of them."""
     device = 0 if ON_GPU else -1
     found = configs.candidates(Problem(128, 128, 64, x.dtype, "ieee", ON_GPU, backward, "", device))
-    return {found[0], found[-1]}
+    # Any card can run the kernel that reads the preact first.
+    step = 16 if x.dtype == torch.float32 else 64
+    early = GemmConfig("plain", 64, 64, step, 8, 2, 4, PREACT_FIRST=True)
+    return {found[0], found[-1], *([early] if backward else [])}
 
 
 def usable(config, *sizes):
@@ -89,6 +92,19 @@ def test_backward(dtype, approximate, poisoned):
             assert_within(dbias, expected.sum(0), eager.sum(0), f"dbias {where}")
             assert torch.equal(alone, dpreact), where
             assert no_act.numel() == no_dbias.numel() == 0
+
+
+@in_interpreter
+@pytest.mark.parametrize("K", [8, 24, 64, 72, 128, 136, 200])
+def test_sums_shorter_and_longer_than_a_step(K):
+    """Steps of 64 and 128 over K, which end within it, with it and beyond it."""
+    dtype = torch.float16
+    x, weight = normal(70, K, dtype=dtype), normal(72, K, dtype=dtype, scale=K**-0.5)
+    expected, eager = F.linear(x.double(), weight.double()), F.linear(x, weight)
+    for config in (c for c in configs._FORWARD["16 bit"] if c.BLOCK_M * c.BLOCK_N <= 64 * 128):
+        with configs.using(config):
+            _, preact = linear_gelu_fwd(x, weight, None, "none", True)
+        assert_within(preact, expected, eager, f"{K} {config}")
 
 
 @in_interpreter
@@ -221,6 +237,54 @@ def test_configurations_by_card(card, monkeypatch):
                 assert all(c.shared_bytes(dtype.itemsize, False, backward) <= other[2] for c in found)
 
 
+def test_narrow_tiles_take_long_steps_where_shared_memory_and_k_allow(card, monkeypatch):
+    monkeypatch.setattr(configs, "TRITON", configs.HOPPER_TRITON[0])
+    for which, step in ((H200, 128), (A100, 128), (RTX_3090, 64)):
+        card(*which)
+        use_tma = which == H200
+        # 1024 x 512 gets the smallest tile by the rule, 64 x 64 because there is no smaller one.
+        for M, N in ((1024, 512), (64, 64), (1024, 1024)):
+            steps = [configs.by_rule(problem(M, N, K, use_tma=use_tma)).BLOCK_K for K in (512, 64)]
+            assert steps == [step, 64], (which, M, N)
+    card(*H200)
+    found = configs.by_rule(problem(1024, 512, 512)), configs.by_rule(problem(1024, 1024, 1024))
+    assert found == (GemmConfig("plain", 64, 64, 128, 8, 4, 4), GemmConfig("plain", 64, 128, 128, 8, 3, 4))
+    assert configs.by_rule(problem(1024, 2048, 2048)).kernel == "hopper"
+
+
+def test_backward_in_one_wave_reads_the_preact_first(card, monkeypatch):
+    """Where all tiles are computed at once, on Hopper: two programs of 64 x 128 on each of 132 multiprocessors."""
+    monkeypatch.setattr(configs, "TRITON", configs.HOPPER_TRITON[0])
+    card(*H200)
+    first = GemmConfig("plain", 64, 128, 64, 8, 4, 8, PREACT_FIRST=True)
+    for M, N in ((1024, 2048), (1024, 1024), (512, 2048), (64 * 132, 256)):
+        assert configs.by_rule(problem(M, N, 2048, backward=True)) == first, (M, N)
+    for M, N in ((64 * 133, 256), (4096, 4096)):
+        assert configs.by_rule(problem(M, N, 2048, backward=True)).kernel == "hopper", (M, N)
+        assert not any(c.PREACT_FIRST for c in configs.candidates(problem(M, N, 2048, backward=True)))
+    assert configs.by_rule(problem(256, 256, 2048, backward=True)) == GemmConfig("plain", 64, 64, 64, 8, 4, 4)
+    both = [c for c in configs.candidates(problem(1024, 2048, 2048, backward=True)) if c.PREACT_FIRST]
+    assert [c.BLOCK_M for c in both] == [64, 128]
+    for changes in ({"use_tma": False}, {"dtype": torch.float32}, {"backward": False}):
+        assert not any(c.PREACT_FIRST for c in configs.candidates(problem(1024, 2048, **{"backward": True, **changes})))
+    card(*A100)
+    assert not any(c.PREACT_FIRST for c in configs.candidates(problem(1024, 2048, use_tma=False, backward=True)))
+
+
+@in_interpreter
+def test_a_program_for_every_tile_reads_the_preact_first(monkeypatch):
+    """Else there are as many programs as multiprocessors, one in the interpreter."""
+    monkeypatch.setattr(linear_gelu, "_prepared", {})
+    launches = []
+    launch = gemm_launch.backward
+    monkeypatch.setattr(gemm_launch, "backward", lambda *args: launches.append(launch(*args)) or launches[-1])
+    dy, weight, preact = normal(130, 8), normal(8, 130), normal(130, 130)
+    for early, programs in ((True, 9), (False, min(9, configs.multiprocessors(0 if ON_GPU else -1)))):
+        with configs.using(GemmConfig("plain", 64, 64, 16, 8, 2, 4, PREACT_FIRST=early)):
+            dgelu_gemm(dy, weight, preact, "none", False, False)
+        assert launches[-1]._grid == (programs, 1, 1)
+
+
 def test_small_problems_get_small_tiles(card, monkeypatch):
     monkeypatch.setattr(configs, "TRITON", "99.0")
     card(*H200)
@@ -241,7 +305,7 @@ def tuning(card, monkeypatch, tmp_path):
     def fastest(index):
         def measure(run):
             measured.append(run)
-            return -1.0 if len(measured) % 3 == index else 1.0
+            return -1.0 if len(measured) == index + 1 else 1.0
 
         monkeypatch.setattr(configs, "_time", measure)
 
@@ -259,9 +323,9 @@ def test_nothing_is_measured_unless_asked_for(tuning, monkeypatch):
 def test_a_measured_choice_is_kept_for_later_processes(tuning, monkeypatch):
     wanted = problem(use_tma=False)
     monkeypatch.setenv("FUSEDMLP_TUNE", "1")
-    tuning.fastest(2)
+    tuning.fastest(1)
     chosen = configs.choose(wanted, lambda config: None)
-    assert chosen == configs.candidates(wanted)[1]
+    assert chosen == configs.candidates(wanted)[1] != configs.by_rule(wanted)
     assert len(json.loads(tuning.file.read_text())) == 1
     monkeypatch.setattr(configs, "_measured_cache", None)  # as in another process
     monkeypatch.delenv("FUSEDMLP_TUNE")

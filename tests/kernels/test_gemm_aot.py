@@ -20,8 +20,11 @@ SIZES = dict.fromkeys(("M", "N", "K", "num_programs"), "i32")
 MULTIPLES = ("N", "K")
 
 
-def plain_kernel(config: GemmConfig, sm: int, backward: bool, precision: str, approximate: str) -> KernelReport:
-    """The plain kernel with all that its epilogue can do: descriptors where the card has them, else pointers."""
+def plain_kernel(
+    config: GemmConfig, sm: int, backward: bool, precision: str, approximate: str, flags=None, multiples=MULTIPLES
+) -> KernelReport:
+    """The plain kernel, by default with all that its epilogue can do: descriptors where the card has them, else
+    pointers."""
     use_tma, element = sm >= 90, "fp32" if precision == "tf32" else "bf16"
     a, result = (config.BLOCK_M, config.BLOCK_K), (config.BLOCK_M, config.BLOCK_N)
     b = (config.BLOCK_K, config.BLOCK_N) if backward else (config.BLOCK_N, config.BLOCK_K)
@@ -30,19 +33,24 @@ def plain_kernel(config: GemmConfig, sm: int, backward: bool, precision: str, ap
         return f"tensordesc<{element}{list(block)}>" if use_tma else f"*{element}"
 
     if backward:
-        names, vector, flags = ("preact", "dpreact", "act"), "partial_ptr", {"STORE_ACT": True, "SUM_ROWS": True}
+        names, vector = ("preact", "dpreact", "act"), "partial_ptr"
+        flags = flags or {"STORE_ACT": True, "SUM_ROWS": True}
         kernel, left = gemm._dgelu_kernel, "dy"
     else:
-        names, vector, flags = ("act", "preact"), "bias_ptr", {"HAS_BIAS": True, "STORE_PREACT": True}
+        names, vector = ("act", "preact"), "bias_ptr"
+        flags = flags or {"HAS_BIAS": True, "STORE_PREACT": True}
         kernel, left = gemm._linear_gelu_fwd_kernel, "x"
     strides = {f"stride_{left}": "i32", "stride_w": "i32"}
     types = {left: matrix(a), "weight": matrix(b), **{name: matrix(result) for name in names}}
+    if config.PREACT_FIRST:
+        types["preact"] = f"*{element}"
     types |= {vector: "*fp32" if backward else f"*{element}", **strides, **SIZES}
     constants = {"APPROXIMATE": approximate, "PRECISION": precision, "B_IS_NK": not backward, "USE_TMA": use_tma}
-    constants |= {name: getattr(config, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")}
+    fields = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", *(["PREACT_FIRST"] if backward else []))
+    constants |= {name: getattr(config, name) for name in fields}
     pointers = [name for name, kind in types.items() if kind.startswith("*")]
     return compile_kernel(
-        kernel, types, flags | constants, sm, multiples_of_16=[*pointers, *strides, *MULTIPLES],
+        kernel, types, flags | constants, sm, multiples_of_16=[*pointers, *strides, *multiples],
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -51,7 +59,7 @@ def plain_configs(precision: str, sm: int, backward: bool) -> list[GemmConfig]:
     table = configs._BACKWARD if backward else configs._FORWARD
     if precision == "tf32":
         return table["tf32"]
-    return (table["16 bit, sm_90"] if sm == 90 else []) + table["16 bit"]
+    return (table["one wave, sm_90"] + table["16 bit, sm_90"] if sm == 90 else []) + table["16 bit"]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -70,6 +78,21 @@ def test_plain_kernel(sm, precision, backward):
             assert "cp.async.bulk.tensor" in report.ptx, f"{config}: matrices do not go through TMA"
         else:
             assert set(report.stores) - {4} == {16}, f"{config}: stores of {dict(report.stores)} bytes"
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("config", configs._BACKWARD["one wave, sm_90"], ids=str)
+def test_the_preact_is_read_before_the_products(config, approximate):
+    """In 16 bytes, also where N is a multiple of 8 only; and as many programs fit as the choice counts on."""
+    for sum_rows in (False, True):
+        flags = {"STORE_ACT": False, "SUM_ROWS": sum_rows}
+        report = plain_kernel(config, 90, True, "ieee", approximate, flags, multiples=())
+        assert report.stack_bytes == 0
+        assert set(report.loads) == {16}, dict(report.loads)
+        assert report.ptx.index("ld.global") < report.ptx.index("wgmma.mma_async")
+        programs = 2 if config.BLOCK_M == 64 else 1
+        assert programs * (report.shared_bytes + 1024) <= 228 * 1024
+        assert programs * report.registers * 32 * config.num_warps <= 65_536
 
 
 def hopper_kernel(backward: bool, approximate: str, flags: dict, b_is_nk: bool, element: str) -> KernelReport:
