@@ -169,6 +169,22 @@ def test_a_cut_row_of_16_kb_or_less_is_read_in_vectors_where_there_is_room(items
     assert softmax.choose(30_000, 2, False, MAX_PARTS, False) == TeamConfig(32_768, 32)
 
 
+def test_which_rows_count_as_cut(device, monkeypatch):
+    """Those that end between vectors, if they begin alike in all tensors and these are aligned."""
+    chosen = []
+    choose = softmax.choose
+    monkeypatch.setattr(softmax, "choose", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+    odd, unaligned = torch.randn(3, 1985, device=device), torch.randn(3 * 1985 + 1, device=device)[1:].view(3, 1985)
+    y = softmax_fwd(odd, 1)
+    softmax_bwd(odd, y, 1)
+    assert chosen == [TeamConfig(2048, 4), TeamConfig(2048, 8)]
+    for x in (torch.randn(3, 1984, device=device), unaligned, torch.randn(3, 1986, device=device)[:, :1985]):
+        softmax_fwd(x, 1)
+        assert isinstance(chosen[-1], RowsConfig)
+    softmax_bwd(unaligned, y, 1)
+    assert isinstance(chosen[-1], RowsConfig)
+
+
 def assert_rows_are_equal(*tensors):
     for rows in tensors:
         assert torch.equal(rows, rows[:1].expand_as(rows))
