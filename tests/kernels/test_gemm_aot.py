@@ -90,7 +90,7 @@ def test_the_preact_is_read_before_the_products(config, approximate):
         report = plain_kernel(config, 90, True, "ieee", approximate, flags, multiples=())
         assert report.stack_bytes == 0
         assert set(report.loads) == {16}, dict(report.loads)
-        assert not re.search(r"^\s*ld\.global", report.ptx, re.MULTILINE), "a load without a mask reads beyond the matrix"
+        assert not re.search(r"^\s*ld\.global", report.ptx, re.MULTILINE), "a load without a mask reads beyond"
         assert report.ptx.index("ld.global") < report.ptx.index("wgmma.mma_async")
         programs = 2 if config.BLOCK_M == 64 else 1
         assert programs * (report.shared_bytes + 1024) <= 228 * 1024
