@@ -214,11 +214,74 @@ def test_softmax_of_wide_rows(emulated, kind, N, max_cluster):
 
 
 def test_softmax_of_the_widest_rows(emulated):
-    """Every size of a cluster, in the dtype whose rows are the longest for their bytes; then two passes."""
+    """In the dtype whose rows are the longest for their bytes; then two passes."""
     kind = DTYPES["bf16"]
-    for N, max_cluster in [(100_000, 8), (200_001, 16), (262_144, 8), (300_000, 8)]:
+    for N, max_cluster in [(100_000, 8), (262_144, 8), (300_000, 8)]:
         x, dy = (Guarded(torch.randn(1, N).to(kind[1])) for _ in range(2))
         check_softmax(emulated, kind, x, dy, max_cluster)
+
+
+# Columns of bf16: (vectors of a thread, blocks) for a row, by what most bytes stay on a multiprocessor with.
+SLICES = {32_769: (16, 2), 50_304: (16, 2), 65_536: (8, 4), 100_000: (16, 4), 131_072: (8, 8), 200_001: (16, 8)}
+SLICES |= {262_144: (8, 16), 262_145: (16, 16), 524_288: (16, 16)}
+
+
+def plan_slices(emulated, row_vectors, max_cluster):
+    """vectors, blocks, vectors of a warp, bytes resident on a multiprocessor."""
+    numbers = (ctypes.c_int64 * 4)()
+    emulated.plan_slices(long(row_vectors), max_cluster, numbers)
+    return tuple(numbers)
+
+
+def test_the_plan_of_rows_wider_than_a_block(emulated):
+    """What was fastest on an H200; a row always fits, and full slices fill its shared memory."""
+    for N, expected in SLICES.items():
+        assert plan_slices(emulated, -(-N // 8), 16)[:2] == expected, N
+    assert plan_slices(emulated, 65_536 // 8, 16)[3] == 192 << 10
+    assert plan_slices(emulated, 50_304 // 8, 16)[3] == 200 << 10
+    for max_cluster in (2, 4, 8, 16):
+        for row_vectors in {4097, 4100, 5000, 6288, 8193, 12_289, 20_000, 32_769, max_cluster * 4096}:
+            if row_vectors <= max_cluster * 4096:
+                vectors, cluster, per_warp, _ = plan_slices(emulated, row_vectors, max_cluster)
+                assert vectors in (8, 16)
+                assert cluster in (2, 4, 8, 16)
+                assert cluster <= max_cluster
+                assert per_warp <= 32 * vectors
+                assert cluster * 8 * per_warp >= row_vectors
+
+
+@pytest.mark.parametrize(("largest", "found"), [(16, 16), (8, 8), (4, 4), (2, 2), (1, 1)])
+def test_clusters_are_as_large_as_the_hardware_has_them(emulated, largest, found):
+    assert emulated.find_max_cluster(largest) == found
+
+
+@pytest.mark.parametrize("N", SLICES)
+def test_softmax_in_slices(emulated, N):
+    """Each kind of a slice and size of a cluster, where rows begin between vectors if N is odd; two rows, in a turn."""
+    kind = DTYPES["bf16"]
+    x = Guarded(torch.randn(2, N).mul(3).to(kind[1]))
+    y = empty(2, N, dtype=kind[1])
+    assert emulated.run_softmax_fwd(kind[0], x.pointer, long(N), y.pointer, long(2), long(N), 16) == 0
+    y.check_untouched_around()
+    assert_close(y.values, torch.softmax(x.values.double(), 1))
+
+
+@pytest.mark.parametrize(
+    ("offset", "N", "stride"),
+    [(3, 33_001, 33_009), (0, 40_003, 40_011), (5, 50_257, 25), (1, 50_003, 3), (1, 50_008, 0)],
+)
+def test_softmax_in_slices_of_rows_that_begin_anywhere(emulated, offset, N, stride):
+    """Cut vectors at both ends of the tensor, beside gaps, and in rows that overlap or are one and the same."""
+    kind = DTYPES["bf16"]
+    memory = torch.full((64 + offset + 2 * stride + N + 64,), math.nan, dtype=kind[1])
+    start = -(memory.data_ptr() // 2) % 32 + offset
+    x = memory.as_strided((3, N), (stride, 1), start)
+    memory[start : start + 2 * stride + N] = torch.randn(2 * stride + N).to(kind[1])
+    y = Guarded(torch.full((3, N), math.nan, dtype=kind[1]), offset)
+    pointer = ctypes.c_void_p(x.data_ptr())
+    assert emulated.run_softmax_fwd(kind[0], pointer, long(stride), y.pointer, long(3), long(N), 16) == 0
+    y.check_untouched_around()
+    assert_close(y.values, torch.softmax(x.double(), 1))
 
 
 def test_softmax_of_rows_with_gaps(emulated, kind):

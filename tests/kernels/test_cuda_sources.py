@@ -27,6 +27,7 @@ FAMILIES = (
     "strip_sums",
     "add_strips",
     *(f"softmax_{d}_{k}" for d in ("fwd", "bwd") for k in ("lanes", "row", "twice")),
+    "softmax_fwd_cluster",
 )
 
 
@@ -87,11 +88,15 @@ def test_nothing_is_spilled(library):
             # 512 threads a block for 16-bit rows forward, which are held in more registers; else 1024.
             most = 128 if re.search(r"softmax_fwd_row_kernelI(13__nv_bfloat16|6__half)", name) else 64
             assert int(registers) <= most, f"{name}: {registers} registers"
+        if found := re.search(r"softmax_fwd_cluster_kernelI\w+?Li(\d+)E", name):
+            # Blocks of 256 threads: as many of them as the plan counts on, slice_blocks() in softmax_plan.h.
+            assert int(registers) <= {8: 40, 16: 64}[int(found[1])], f"{name}: {registers} registers"
 
 
 def test_memory_is_accessed_16_bytes_at_a_time(sass):
     for (arch, name), code in sass.items():
-        loads = [line for line in code if re.search(r"\bLDG\.E\.128\b", line)]
+        # LDGSTS goes past the registers to shared memory.
+        loads = [line for line in code if re.search(r"\b(LDG\.E|LDGSTS\.E\.BYPASS)\.128\b", line)]
         stores = [line for line in code if re.search(r"\bSTG\.E\.128\b", line)]
         if NARROW.search(name):
             continue
@@ -117,8 +122,12 @@ def test_literals_are_single_precision():
 
 def test_clusters_are_used_where_the_hardware_has_them(sass):
     for (arch, name), code in sass.items():
-        if re.search(r"softmax_\w+_row_kernel\w+Lb1E", name):
+        if re.search(r"softmax_(fwd_cluster_kernel|bwd_row_kernel\w+Lb1E)", name):
             assert any("UCGABAR" in line for line in code) == (arch >= 90), f"sm_{arch} {name}"
+        if "softmax_fwd_cluster_kernel" in name:
+            # Not the only way to load: vectors that are cut where the tensor ends.
+            assert any("LDGSTS" in line for line in code), f"sm_{arch} {name}"
+            assert any(re.search(r"\bST(AS|\.ASYNC)", line) for line in code) == (arch >= 90), f"sm_{arch} {name}"
 
 
 LOAD = """

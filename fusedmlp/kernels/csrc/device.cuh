@@ -1,11 +1,10 @@
-// What the hardware does, under names that kernels can be read by: 16-byte accesses, conversions, shuffles, clusters.
+// What the hardware does, under names that kernels can be read by: 16-byte accesses, conversions, shuffles, copies.
 //
-// Everything that is not plain C++ is in this file. Arithmetic is fp32; bf16 and fp16 are storage.
+// Everything that is not plain C++ is in this file and in cluster.cuh. Arithmetic is fp32; bf16 and fp16 are storage.
 #pragma once
 
 #include <cstdint>
 
-#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -136,6 +135,26 @@ __device__ __forceinline__ Packed push_front(Packed packed, __nv_bfloat16 elemen
   return push_bits(packed, __bfloat16_as_ushort(element));
 }
 
+// Elementwise maximum; NaN only where both are.
+__device__ __forceinline__ uint32_t word_max(uint32_t a, uint32_t b, float*) {
+  return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+}
+__device__ __forceinline__ uint32_t word_max(uint32_t a, uint32_t b, __nv_bfloat16*) {
+  uint32_t max;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(max) : "r"(a), "r"(b));
+  return max;
+}
+__device__ __forceinline__ uint32_t word_max(uint32_t a, uint32_t b, __half*) {
+  uint32_t max;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(max) : "r"(a), "r"(b));
+  return max;
+}
+template <typename T>
+__device__ __forceinline__ Packed packed_max(Packed a, Packed b) {
+  constexpr T* kType = nullptr;
+  return {word_max(a.x, b.x, kType), word_max(a.y, b.y, kType), word_max(a.z, b.z, kType), word_max(a.w, b.w, kType)};
+}
+
 // The value of the lane whose number differs in the bits of `mask`. All 32 lanes call it.
 __device__ __forceinline__ float lane_xor(float value, int mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 
@@ -148,36 +167,22 @@ __device__ __forceinline__ V* shared_memory() {
   return reinterpret_cast<V*>(shared_bytes);
 }
 
-// A cluster: thread blocks that run at the same time and can write to each other's shared memory (sm_90 and newer).
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
-__device__ __forceinline__ int cluster_rank() {
-  return static_cast<int>(cooperative_groups::this_cluster().block_rank());
+// 16 bytes from global to shared memory, past the registers. They are there for the thread that asked once it has
+// waited for the group of copies that they are in; a group is what was asked for since the last commit.
+__device__ __forceinline__ void copy16_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
 }
-__device__ __forceinline__ int cluster_size() {
-  return static_cast<int>(cooperative_groups::this_cluster().num_blocks());
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all groups but the last kPending.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// Between arrive and wait there may be work that needs no other block. Writes before arrive are seen after wait.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// Where `pointer`, into this block's shared memory, lies in that of block `rank`.
-template <typename V>
-__device__ __forceinline__ V* shared_of(V* pointer, int rank) {
-  return cooperative_groups::this_cluster().map_shared_rank(pointer, rank);
-}
-#else
-
-__device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ int cluster_size() { return 1; }
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-template <typename V>
-__device__ __forceinline__ V* shared_of(V* pointer, int) {
-  return pointer;
-}
-#endif
 
 }  // namespace fusedmlp

@@ -42,19 +42,26 @@ struct Grid {
   int shared_bytes = 0;  // dynamic shared memory per block
 };
 
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments... arguments) {
+// `cluster` is where the configuration points to.
+inline cudaLaunchConfig_t launch_config(const Grid& grid, cudaStream_t stream, cudaLaunchAttribute* cluster) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(grid.cluster);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
+  *cluster = {};
+  cluster->id = cudaLaunchAttributeClusterDimension;
+  cluster->val.clusterDim.x = static_cast<unsigned>(grid.cluster);
+  cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+  config.attrs = cluster;
   config.numAttrs = grid.cluster > 1 ? 1 : 0;
+  return config;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute cluster;
+  const cudaLaunchConfig_t config = launch_config(grid, stream, &cluster);
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 

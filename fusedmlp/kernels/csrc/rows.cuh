@@ -1,6 +1,7 @@
 // A row as 16-byte vectors, and what the threads of a row agree on.
 #pragma once
 
+#include "cluster.cuh"
 #include "device.cuh"
 
 namespace fusedmlp {

@@ -142,29 +142,13 @@ cudaError_t max_cluster_size(int* size) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
   if (error != cudaSuccess || !has_clusters) return error;
-  // Every GPU with clusters can have 8 blocks in one; 16 must be asked for.
-  *size = 8;
-  auto* const kernel = softmax_bwd_row_kernel<__nv_bfloat16, kMost, true>;
-  error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  int forward = 1, backward = 1;
+  error = max_slices(&forward);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 16;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(16);
-  config.blockDim = dim3(kUsualThreads);
-  config.dynamicSmemBytes = kRowSharedBytes<float>;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess && clusters > 0) {
-    *size = 16;
-  } else {
-    cudaGetLastError();  // The question's failure must not become the next launch's.
-  }
-  return cudaSuccess;
+  error = largest_cluster(softmax_bwd_row_kernel<__nv_bfloat16, kMost, true>, kUsualThreads, kRowSharedBytes<float>,
+                          &backward);
+  *size = forward < backward ? forward : backward;
+  return error;
 }
 
 }  // namespace fusedmlp

@@ -55,4 +55,49 @@ constexpr SoftmaxPlan softmax_plan(int64_t row_vectors, int most_vectors, int ma
   return {Spread::kTwice, 4, kMostThreads, kMostThreads, 1};
 }
 
+// A row in the shared memory of a cluster (softmax_cluster.cuh).
+struct SlicePlan {
+  int vectors;       // that a thread has at most: 8 or 16
+  int cluster;       // blocks for each row
+  int per_warp;      // vectors of one warp
+  int shared_bytes;  // of one block
+};
+
+constexpr int kSliceThreads = 256;
+constexpr int kSliceWarps = kSliceThreads / 32;
+constexpr int kMostSliceVectors = 16;
+
+// Blocks that the registers of a multiprocessor are meant to hold.
+constexpr int slice_blocks(int vectors) { return vectors == 8 ? 6 : 4; }
+
+// The slice, 8 bytes from each warp of the row, and the barrier that counts them.
+constexpr int slice_shared_bytes(int per_warp, int cluster) {
+  return kSliceWarps * (per_warp * 16 + cluster * 8) + 8;
+}
+constexpr int kMostSliceBytes = slice_shared_bytes(kMostSliceVectors * 32, 16);
+
+// Bytes of rows that a multiprocessor of 228 KB holds, where each block also takes 1 KB for the system.
+constexpr int64_t resident_bytes(const SlicePlan& plan) {
+  const int by_memory = (228 << 10) / (plan.shared_bytes + (1 << 10));
+  const int blocks = by_memory < slice_blocks(plan.vectors) ? by_memory : slice_blocks(plan.vectors);
+  return int64_t{blocks} * kSliceWarps * plan.per_warp * 16;
+}
+
+constexpr SlicePlan slice_plan(int64_t row_vectors, int vectors, int max_cluster) {
+  int cluster = 2;
+  while (cluster < max_cluster && row_vectors > int64_t{cluster} * kSliceThreads * vectors) cluster *= 2;
+  // Every warp begins at a multiple of 128 bytes, where rows do.
+  const int64_t at_a_time = int64_t{8} * kSliceWarps * cluster;
+  const int per_warp = static_cast<int>((row_vectors + at_a_time - 1) / at_a_time) * 8;
+  return {vectors, cluster, per_warp, slice_shared_bytes(per_warp, cluster)};
+}
+
+// For rows that clusters of `max_cluster` blocks hold at all. Of slices for which a thread has up to 8 or 16 vectors,
+// those that leave more of x on its way at a time; smaller ones if it is the same.
+constexpr SlicePlan slice_plan(int64_t row_vectors, int max_cluster) {
+  const SlicePlan small = slice_plan(row_vectors, 8, max_cluster), large = slice_plan(row_vectors, 16, max_cluster);
+  if (small.per_warp > 8 * 32) return large;
+  return resident_bytes(large) > resident_bytes(small) ? large : small;
+}
+
 }  // namespace fusedmlp

@@ -115,23 +115,29 @@ V* shared_memory() {
   return reinterpret_cast<V*>(emulation::current->block->shared.data());
 }
 
-inline int cluster_rank() { return emulation::current->rank; }
-inline int cluster_size() { return static_cast<int>(emulation::cluster->size()); }
-inline void cluster_arrive() {
-  emulation::require(emulation::current->cluster_phase < 0, "a second arrive without a wait");
-  emulation::current->cluster_phase = emulation::cluster_barrier.phase;
-  emulation::cluster_barrier.arrive();
+// What is asked for shows only once it has been waited for; until then there is NaN.
+inline void copy16_async(void* to, const void* from) {
+  require_aligned(to);
+  require_aligned(from);
+  std::memset(to, 0xff, 16);
+  emulation::current->copies.push_back({to, from});
 }
-inline void cluster_wait() {
-  emulation::require(emulation::current->cluster_phase >= 0, "a wait without an arrive");
-  emulation::wait_until_over(emulation::cluster_barrier, emulation::current->cluster_phase);
-  emulation::current->cluster_phase = -1;
+inline void commit_copies() { emulation::current->groups.push_back(std::move(emulation::current->copies)); }
+template <int kPending>
+void wait_copies() {
+  auto& groups = emulation::current->groups;
+  for (; groups.size() > kPending; groups.erase(groups.begin())) {
+    for (const auto& [to, from] : groups.front()) std::memcpy(to, from, 16);
+  }
 }
-template <typename V>
-V* shared_of(V* pointer, int rank) {
-  emulation::Block &own = *emulation::current->block, &other = (*emulation::cluster)[rank];
-  emulation::require(other.running == static_cast<int>(blockDim.x), "shared memory of a block that has ended");
-  return reinterpret_cast<V*>(other.shared.data() + (reinterpret_cast<unsigned char*>(pointer) - own.shared.data()));
+
+template <typename T>
+Packed packed_max(Packed a, Packed b) {
+  float of_a[kVec<T>], of_b[kVec<T>];
+  unpack<T>(a, of_a);
+  unpack<T>(b, of_b);
+  for (int i = 0; i < kVec<T>; ++i) of_a[i] = std::fmax(of_a[i], of_b[i]);
+  return pack<T>(of_a);
 }
 
 }  // namespace fusedmlp

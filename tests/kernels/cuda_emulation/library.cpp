@@ -1,5 +1,9 @@
 // The launchers under C names, for Python.
+#include <algorithm>
+#include <iterator>
+
 #include "kernels.h"
+#include "softmax_plan.h"
 
 using namespace fusedmlp;
 
@@ -32,6 +36,22 @@ int run_softmax_fwd(int dtype, const void* x, int64_t stride_x, void* y, int64_t
 int run_softmax_bwd(int dtype, const void* dy, int64_t stride_dy, const void* y, int64_t stride_y, void* dx, int64_t M,
                     int64_t N, int max_cluster) {
   return softmax_bwd(Dtype(dtype), dy, stride_dy, y, stride_y, dx, M, N, max_cluster, nullptr);
+}
+
+// The largest cluster that is found where the hardware has such of `largest` blocks.
+int find_max_cluster(int largest) {
+  int size = 0;
+  emulation::largest_cluster = largest;
+  const cudaError_t error = max_cluster_size(&size);
+  emulation::largest_cluster = 16;
+  return error == cudaSuccess ? size : -1;
+}
+
+// vectors of a thread, blocks, vectors of a warp, bytes resident on a multiprocessor.
+void plan_slices(int64_t row_vectors, int max_cluster, int64_t* out) {
+  const SlicePlan plan = slice_plan(row_vectors, max_cluster);
+  const int64_t numbers[] = {plan.vectors, plan.cluster, plan.per_warp, resident_bytes(plan)};
+  std::copy(std::begin(numbers), std::end(numbers), out);
 }
 
 }  // extern "C"
