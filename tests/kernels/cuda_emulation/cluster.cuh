@@ -20,7 +20,7 @@ inline void cluster_wait() {
 template <typename V>
 V* shared_of(V* pointer, int rank) {
   emulation::Block &own = *emulation::current->block, &other = (*emulation::cluster)[rank];
-  emulation::require(other.running == static_cast<int>(blockDim.x), "shared memory of a block that has ended");
+  emulation::require(other.running == static_cast<int>(blockDim.x), "shared memory of a block that is not running");
   return reinterpret_cast<V*>(other.shared.data() + (reinterpret_cast<unsigned char*>(pointer) - own.shared.data()));
 }
 
@@ -35,7 +35,10 @@ inline void send(float* place, int rank, float a, float b, uint64_t* barrier) {
   emulation::messages.push_back({&(*emulation::cluster)[rank], shared_of(place, rank), {a, b}, counter});
 }
 inline void wait_for_messages(uint64_t* barrier) {
-  while (emulation::barrier_at(barrier).bytes > 0) emulation::give_way();
+  for (int turn = 0; emulation::barrier_at(barrier).bytes > 0; ++turn) {
+    emulation::require(turn < 10000, "a message that never comes");
+    emulation::give_way();
+  }
 }
 
 }  // namespace fusedmlp

@@ -48,6 +48,7 @@ struct Block {
   std::vector<Barrier> warps;
   std::vector<float> lanes;  // what each thread hands to a shuffle
   int running = 0;
+  int start = 0;  // a cluster's blocks need not start together: in which turn this one does
 };
 
 struct Thread {
@@ -128,6 +129,7 @@ inline void run_fiber() {
 inline void run_cluster(unsigned first, int count, size_t shared_bytes) {
   const int threads = static_cast<int>(blockDim.x);
   require(threads <= 1024, "more than 1024 threads in a block");
+  static std::mt19937 random(0);
   std::vector<Block> blocks(count);
   std::vector<Thread> fibers(static_cast<size_t>(count) * threads);
   cluster = &blocks;
@@ -137,7 +139,8 @@ inline void run_cluster(unsigned first, int count, size_t shared_bytes) {
     block.index = dim3(first + b, 0, 0);
     // Shared memory is not zero at first.
     block.shared.assign(shared_bytes, 0xff);
-    block.barrier.size = block.running = threads;
+    block.barrier.size = threads;
+    block.start = count > 1 ? static_cast<int>(random() % 100) : 0;
     block.warps.assign((threads + 31) / 32, Barrier{32});
     block.lanes.assign(threads, 0.0f);
     for (int t = 0; t < threads; ++t) {
@@ -154,12 +157,15 @@ inline void run_cluster(unsigned first, int count, size_t shared_bytes) {
       makecontext(&fiber.context, run_fiber, 0);
     }
   }
-  static std::mt19937 random(0);
   std::vector<Thread*> waiting;
   for (Thread& fiber : fibers) waiting.push_back(&fiber);
-  while (!waiting.empty()) {
+  for (int turn = 0; !waiting.empty(); ++turn) {
+    for (Block& block : blocks) {
+      if (block.start == turn) block.running = threads;
+    }
     std::shuffle(waiting.begin(), waiting.end(), random);
     for (Thread* fiber : waiting) {
+      if (turn < fiber->block->start) continue;
       current = fiber;
       threadIdx = fiber->index;
       blockIdx = fiber->block->index;
