@@ -5,7 +5,7 @@
 //
 // The warps of a row tell one another their (max, sum) by messages: each warp writes its own into one place in the
 // shared memory of every block, and every block waits on a barrier of its own until all places are filled. Nothing
-// else is exchanged, and it cannot go wrong in three ways:
+// else is exchanged. Nobody waits for ever, or writes to a block that has not started or is gone:
 // - A barrier has one phase, which completes when the expected bytes are there. One thread announces them before the
 //   cluster's barrier, which every thread passes before its warp's message: no message meets a block that has not
 //   started, or a barrier that expects nothing yet.

@@ -1,7 +1,8 @@
 // How the rows of a softmax are spread over the GPU. Plain C++: it is tested without one.
 //
 // A row is seen as vectors of 16 bytes. It is kept on chip, read once, by the smallest group of threads that can hold
-// it: some lanes of a warp, a thread block, or a cluster of blocks. Where no group can, it is read twice.
+// it: some lanes of a warp, a thread block, or a cluster of blocks. Where no group can, it is read twice. Threads keep
+// it in registers; forward, the blocks of a cluster keep it in shared memory, which slice_plan() divides.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ struct SoftmaxPlan {
   Spread spread;
   int vectors;  // of one thread: 1, 2, 4 or 8
   int lanes;    // threads for each row, of one block
-  int threads;  // of one block
+  int threads;  // of one block; forward may have fewer where lanes hold a row
   int cluster;  // blocks for each row
 };
 
