@@ -98,3 +98,20 @@ def test_selection():
     forced = cases("gelu", [], ["fp16"], ["none"], True, False)
     assert len(forced) == len(set(forced)) == 1
     assert set(usual_cases("softmax", True)) < set(usual_cases("softmax", True, full=True))
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_run_takes_all_usual_cases(on_gpu):
+    for op in OPS:
+        assert cases(op, (), (), (), on_gpu, full=True) == usual_cases(op, on_gpu, full=True)
+
+
+def test_a_shape_that_no_memory_holds():
+    parse_case("mlp", "16384x8192x32768x8192", "bf16")
+    for op, shape in (
+        ("gelu", "2000000x2000000"),
+        ("mlp", "16384x8192x99999999999"),
+        ("linear_gelu", "9x9x9" + "9" * 13),
+    ):
+        with raises(UserError, "larger than any memory"):
+            parse_case(op, shape, "bf16")

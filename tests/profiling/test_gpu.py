@@ -77,5 +77,7 @@ def test_kernels_of_a_trace_are_linked_to_their_launches(tmp_path):
     train(tmp_path / "run", *ON_GPU, *WINDOW, "profile=torch")
     read = trace.read(tmp_path / "run" / trace.FILE)
     found = find_steps(read)
-    assert (found.launch >= 0).mean() > 0.9
+    # The kernels of the steps before are recorded too, and their launches are not.
+    recorded = read.gpu.start >= read.calls.start.min()
+    assert (found.launch[recorded] >= 0).mean() > 0.9
     assert (read.gpu.start[found.launch >= 0] >= read.calls.start[found.launch[found.launch >= 0]]).all()
