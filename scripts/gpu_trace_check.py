@@ -138,9 +138,8 @@ def traces(check: Check) -> None:
             check.section(f"{experiment}, {impl}", report.lines(analysis, 15))
             if first is None:
                 first = (impl, analysis)
-                picture.draw(
-                    trace.read(folder / trace.FILE), check.out / f"{experiment}.png", 1, f"{experiment}, {impl}"
-                )
+                target, title = check.out / f"{experiment}.png", f"{experiment}, {impl}"
+                picture.draw(trace.read(folder / trace.FILE), target, 1, title, report.step_ms_of_run(folder))
             else:
                 check.section(
                     f"{experiment}: {first[0]} and {impl}", compare.lines(first[1], analysis, (first[0], impl), 20)
@@ -174,7 +173,9 @@ def demo(check: Check) -> None:
             check.keep_trace(f"demo-{name}", folder)
             analyses[name] = report.analyse_file(folder)
             title = f"the loss is {'read in every step' if name == 'sync' else 'not read'}"
-            picture.draw(trace.read(folder / trace.FILE), check.out / f"demo-{name}.png", 3, title)
+            picture.draw(
+                trace.read(folder / trace.FILE), check.out / f"demo-{name}.png", 3, title, report.step_ms_of_run(folder)
+            )
     if len(analyses) == 2:
         names = ("loss not read", "loss read in every step")
         check.section("sync_demo", compare.lines(analyses["ahead"], analyses["sync"], names, 5))

@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     drawn.add_argument("target", type=Path)
     drawn.add_argument("--steps", type=_count(1), default=2, help="steps shown")
     drawn.add_argument("--title", default="")
+    drawn.add_argument("--between", type=float, nargs=2, metavar=("FROM", "TO"), help="ms of the step: only this part")
+    drawn.add_argument("--step-ms", type=_milliseconds, help="median step without profiler; default: of the run")
     drawn.set_defaults(run=_picture)
     small = commands.add_parser("cut", help="cuts some steps out of a trace")
     small.add_argument("trace", type=Path)
@@ -105,7 +107,10 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _picture(options: argparse.Namespace) -> None:
-    picture.draw(trace.read(trace.find(options.trace)), options.target, options.steps, options.title)
+    file = trace.find(options.trace)
+    step_ms = options.step_ms or report.step_ms_of_run(file.parent)
+    between = tuple(options.between) if options.between else None
+    picture.draw(trace.read(file), options.target, options.steps, options.title, step_ms, between)
     print(options.target)
 
 

@@ -7,12 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusedmlp.profiling import kinds, steps
-from fusedmlp.profiling.intervals import Intervals, clipped, gaps, holder, overlap, total, union
+from fusedmlp.profiling.idle import idle_causes
+from fusedmlp.profiling.intervals import clipped, gaps, holder, total, union
 from fusedmlp.profiling.steps import Steps
 from fusedmlp.profiling.trace import KERNEL, Trace
 
-# A kernel whose launch returned so long before the GPU ran dry was waiting in its queue: the gap is the GPU's own.
-QUEUED_US = 5.0
+# A kernel shorter than this spends a good part of its time starting and running dry, whatever it computes.
+SHORT_US = 10.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Analysis:
             waited for the GPU), "data" (because it waited for a batch), "queue" (between kernels already launched).
         ahead_ms: how long kernels waited between their launch and their start: median and 90th percentile.
         blocked_ms: in which the CPU waited for the GPU.
+        short_percent: of the time of the kernels, in those that take less than SHORT_US.
+        kernel_us: mean duration of a kernel.
+        outside_percent: of the time of all activities between the first and the last step on the GPU, those launched
+            in none of the steps.
         ranges: range -> ms on the CPU, and of the kernels launched in it.
     """
 
@@ -65,6 +70,8 @@ class Analysis:
     rows: list[KernelRow] = field(default_factory=list)
     cpu_ops: list[KernelRow] = field(default_factory=list)
     outside_percent: float = 0.0
+    short_percent: float = 0.0
+    kernel_us: float = 0.0
     unprofiled_step_ms: float | None = None
 
     @property
@@ -103,6 +110,7 @@ def analyse(trace: Trace, unprofiled_step_ms: float | None = None) -> Analysis:
         window, periods = _window(trace, found)
         _busy(trace, found, window, periods, result)
         _kernels(trace, found, result)
+        _shares(trace, found, window, result)
     elif len(trace.ops):
         result.cpu_ops = _cpu_ops(trace, found)
     _ranges(trace, found, result)
@@ -134,7 +142,7 @@ def _busy(trace: Trace, found: Steps, window: tuple[float, float], periods: int,
     result.busy_ms = total(clipped(running, *window)) / periods / 1e3
     result.gap_count = len(idle[0]) / periods
     result.longest_gap_us = float(np.max(idle[1] - idle[0], initial=0.0))
-    result.idle_causes = {cause: ms / periods for cause, ms in _causes(trace, found, idle).items()}
+    result.idle_causes = {cause: ms / periods for cause, ms in idle_causes(trace, found, idle).items()}
     launched = found.launch >= 0
     waited = trace.gpu.start[launched] - trace.calls.start[found.launch[launched]] if len(trace.calls) else np.empty(0)
     # Of the kernels that one replay of a graph starts, the first alone tells how far ahead its launch was.
@@ -142,28 +150,6 @@ def _busy(trace: Trace, found: Steps, window: tuple[float, float], periods: int,
     waited = waited[one_each] if len(waited) else waited
     if len(waited):
         result.ahead_ms = tuple(float(value) / 1e3 for value in np.percentile(waited, [50, 90]))  # type: ignore[assignment]
-
-
-def _causes(trace: Trace, found: Steps, idle: Intervals) -> dict[str, float]:
-    """Idle ms by cause."""
-    length = idle[1] - idle[0]
-    if not len(length):
-        return {}
-    following = np.searchsorted(trace.gpu.start, idle[1])
-    last = following == len(trace.gpu)
-    launch = np.where(last, -1, found.launch[np.where(last, 0, following)])
-    returned = trace.calls.end[np.maximum(launch, 0)] if len(trace.calls) else np.zeros(len(length))
-    queued = (launch >= 0) & (returned + QUEUED_US < idle[0])
-    waits = trace.calls[steps.calls_named(trace.calls, steps.BLOCKING)]
-    # The CPU sees the end of what it waited for a little after the GPU has ended it.
-    synchronised = ~queued & (holder(union(waits.start, waits.end), idle[0] + 1.0) >= 0)
-    for_data = np.where(queued, 0.0, overlap(union(*steps.ranges_named(trace, steps.DATA)), idle))
-    rest = np.where(queued, 0.0, length - for_data)
-    causes = {
-        "launch": rest[~synchronised].sum(), "sync": rest[synchronised].sum(), "data": for_data.sum(),
-        "queue": length[queued].sum(),
-    }  # fmt: skip
-    return {cause: float(us) / 1e3 for cause, us in causes.items()}
 
 
 def _calls(trace: Trace, found: Steps, result: Analysis) -> None:
@@ -181,7 +167,6 @@ def _calls(trace: Trace, found: Steps, result: Analysis) -> None:
 def _kernels(trace: Trace, found: Steps, result: Analysis) -> None:
     """Counts, kinds and the table of kernels, from all activities launched in a step."""
     inside = found.of >= 0
-    result.outside_percent = float(100 * trace.gpu.duration[~inside].sum() / max(trace.gpu.duration.sum(), 1e-9))
     in_optimizer = (
         holder(union(*steps.ranges_named(trace, steps.OPTIMIZER)), steps.launch_times(trace, found.launch)) >= 0
     )
@@ -201,6 +186,18 @@ def _kernels(trace: Trace, found: Steps, result: Analysis) -> None:
     kernel = np.array([category == KERNEL for category in trace.gpu.categories], bool)
     result.kernels = float((inside & kernel).sum() / found.count)
     result.copies = float((inside & ~kernel).sum() / found.count)
+
+
+def _shares(trace: Trace, found: Steps, window: tuple[float, float], result: Analysis) -> None:
+    """How much of the GPU's time is short kernels, and how much belongs to no step."""
+    inside = found.of >= 0
+    shown = np.clip(trace.gpu.end, *window) - np.clip(trace.gpu.start, *window)
+    result.outside_percent = float(100 * shown[~inside].sum() / max(shown.sum(), 1e-9))
+    kernel = np.array([category == KERNEL for category in trace.gpu.categories], bool)
+    durations = trace.gpu.duration[inside & kernel]
+    if len(durations):
+        result.kernel_us = float(durations.mean())
+        result.short_percent = float(100 * durations[durations < SHORT_US].sum() / max(durations.sum(), 1e-9))
 
 
 def _ranges(trace: Trace, found: Steps, result: Analysis) -> None:

@@ -6,20 +6,21 @@ import re
 GEMM, FUSED_GEMM = "GEMM", "GEMM+GELU"
 GELU, SOFTMAX, ATTENTION, NORM = "GELU", "softmax", "attention", "normalisation"
 REDUCTION, LOSS, OPTIMIZER, COPY, OTHER = "reduction", "loss", "optimizer", "copy", "other"
+INDEXING = "indexing"  # embeddings and what their gradient sorts, gathers, scatters
 COMMUNICATION = "communication"
 
 KINDS = (
-    GEMM, FUSED_GEMM, ATTENTION, GELU, SOFTMAX, NORM, REDUCTION, LOSS, OPTIMIZER, COPY, COMMUNICATION, OTHER
+    GEMM, FUSED_GEMM, ATTENTION, GELU, SOFTMAX, NORM, REDUCTION, LOSS, OPTIMIZER, INDEXING, COPY, COMMUNICATION, OTHER
 )  # fmt: skip
 # Bound by arithmetic; all others but communication by memory traffic.
 COMPUTE = frozenset((GEMM, FUSED_GEMM, ATTENTION))
 # What a kernel that only moves data could be merged into another of; the optimizer is fused already or asks to be.
-FUSIBLE = (GELU, SOFTMAX, NORM, REDUCTION, LOSS, COPY, OTHER)
+FUSIBLE = (GELU, SOFTMAX, NORM, REDUCTION, LOSS, INDEXING, COPY, OTHER)
 
 # The first that is found in the name wins.
 _PATTERNS = {
     COMMUNICATION: r"(?i)nccl|all_?reduce|all_?gather|reduce_?scatter",
-    OPTIMIZER: r"multi_tensor_apply|(?i:fused_?adam|adamw)",
+    OPTIMIZER: r"multi_tensor_apply|lpnorm_cleanup|(?i:fused_?adam|adamw)",
     ATTENTION: r"(?i)flash|fmha|sdpa|attention",
     LOSS: r"(?i)log_?softmax|nll_?loss|cross_?entropy",
     # Ours: the product and the GELU, or its gradient, in one kernel.
@@ -29,6 +30,8 @@ _PATTERNS = {
     r"|scudnn|winograd|cudnn.*conv|[dw]grad|fprop",
     GELU: r"(?i)gelu",
     NORM: r"(?i)(layer|rms|batch|group)_?norm|RowwiseMoments|GammaBeta|cudnn::bn_",
+    INDEXING: r"(?i)embedding|compute_grad_weight|krn_partial|partial_segment|radix_?sort|unique_?by_?key"
+    r"|compact_?init|indexing_|vectorized_gather|index_?(select|put|add|func)|index_elementwise|scatter_gather|gather_kernel",
     REDUCTION: r"reduce_kernel|_column_sum|strip_sums|add_strips|DeviceReduce|SegmentedReduce|DeviceScan",
     COPY: r"(?i)copy|memcpy|memset|transpose|nchwToNhwc|nhwcToNchw",
 }
@@ -50,7 +53,7 @@ def _generated(sort: str, fused: str) -> str:
     """Kind of a kernel of Inductor's from the operations that its name lists: pointwise (poi) or with a reduction."""
     operations = set(fused.split("_"))
     for kind, pattern in _NAMES:
-        if kind in (OPTIMIZER, LOSS, SOFTMAX, GELU, NORM) and pattern.search(fused):
+        if kind in (OPTIMIZER, LOSS, SOFTMAX, GELU, NORM, INDEXING) and pattern.search(fused):
             return kind
     # The gradient of erf is an exponential of a square.
     if operations & {"erf", "tanh"} or {"exp", "pow"} <= operations:
@@ -77,7 +80,9 @@ def short_name(name: str) -> str:
     base = head.rpartition("::")[2].strip()
     if base in _WRAPPERS and template:
         return re.split(r"[<>(, ]", template, maxsplit=1)[0].rpartition("::")[2]
-    if name.startswith(("Memcpy", "Memset")):
+    if name.startswith("Memset"):
+        return "Memset"  # eager says of what memory, a graph does not know it
+    if name.startswith("Memcpy"):
         return plain
     telling = [word for word in dict.fromkeys(_TELLING.findall(template)) if word not in _NOISE and word != base]
     return f"{base} [{', '.join(telling[:2])}]" if telling else base or name

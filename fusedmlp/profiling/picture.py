@@ -1,5 +1,6 @@
 """A trace as a picture: the ranges and the calls of the CPU above, the kernels of the GPU below, by kind."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,31 @@ from fusedmlp.profiling.verdict import judge
 _COLOURS = {
     kinds.GEMM: "#1f4e9c", kinds.FUSED_GEMM: "#5b9bd5", kinds.ATTENTION: "#2a9d8f", kinds.GELU: "#e76f51",
     kinds.SOFTMAX: "#f4a261", kinds.NORM: "#e9c46a", kinds.REDUCTION: "#b5838d", kinds.LOSS: "#9d4edd",
-    kinds.OPTIMIZER: "#6a994e", kinds.COPY: "#8d99ae", kinds.COMMUNICATION: "#d00000", kinds.OTHER: "#bc6c25",
+    kinds.OPTIMIZER: "#6a994e", kinds.COPY: "#8d99ae", kinds.INDEXING: "#006d77",
+    kinds.COMMUNICATION: "#d00000", kinds.OTHER: "#7f5539",
 }  # fmt: skip
 _RANGES = {steps.DATA: "#adb5bd", steps.FORWARD: "#90be6d", steps.BACKWARD: "#f9c74f", steps.OPTIMIZER: "#f28482"}
 _LAUNCHES, _WAITS, _OPS = "#343a40", "#d00000", "#577590"
 _STREAMS = 4
+# Inches and dots per inch: read at 900 pixels, which is what a README page has.
+_WIDTH, _DPI = 9.0, 200
 
 
-def draw(trace: Trace, target: Path, shown_steps: int = 2, title: str = "") -> None:
+def draw(
+    trace: Trace,
+    target: Path,
+    shown_steps: int = 2,
+    title: str = "",
+    step_ms: float | None = None,
+    between: tuple[float, float] | None = None,
+) -> None:
     """Writes a picture of the first steps; its kind (png, svg, pdf) is that of the file's name.
 
-    Raises: UserError for another kind of file, or one that cannot be written.
+    Args:
+        step_ms: median step of the run without profiler, for the sentence.
+        between: ms after the begin of the first step, to look at a part.
+
+    Raises: UserError for another kind of file, one that cannot be written, or a part outside the steps.
     """
     if target.is_dir() or not target.suffix:
         raise UserError(f"{target}: expected the name of a file that says what kind it is, such as timeline.png")
@@ -36,8 +51,11 @@ def draw(trace: Trace, target: Path, shown_steps: int = 2, title: str = "") -> N
 
     found = steps.find_steps(trace)
     low, high = _extent(trace, found, max(1, min(shown_steps, found.count)))
+    origin = low
+    if between is not None:
+        low, high = _part(target, low, high, between)
     lanes = [*_cpu_lanes(trace), *_gpu_lanes(trace)]
-    figure, axes = plt.subplots(figsize=(14, 1.6 + 0.55 * len(lanes)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(_WIDTH, 1.6 + 0.55 * len(lanes)), layout="constrained")
     try:
         labels: dict[str, str] = {}
         for row, (_, bars) in enumerate(lanes):
@@ -45,13 +63,17 @@ def draw(trace: Trace, target: Path, shown_steps: int = 2, title: str = "") -> N
                 if _bars(axes, intervals, low, high, len(lanes) - 1 - row, colour):
                     labels.setdefault(label, colour)
         axes.set_yticks([len(lanes) - 1 - row for row in range(len(lanes))], [name for name, _ in lanes])
-        axes.set(xlim=(0, (high - low) / 1e3), ylim=(-0.6, len(lanes) - 0.4), xlabel="ms")
+        axes.set(
+            xlim=(0, (high - low) / 1e3),
+            ylim=(-0.6, len(lanes) - 0.4),
+            xlabel="ms" if low == origin else f"ms, from {(low - origin) / 1e3:g} ms after the begin of the step",
+        )
         heading = f"{title}\n" if title else ""
-        axes.set_title(heading + judge(analyse(trace)).sentence, fontsize=10, loc="left")
+        axes.set_title(heading + _wrapped(judge(analyse(trace, step_ms)).sentence), fontsize=9, loc="left", x=-0.12)
         handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in labels.values()]
-        figure.legend(handles, labels.keys(), ncols=9, fontsize=8, loc="outside lower center")
+        figure.legend(handles, labels.keys(), ncols=7, fontsize=8, loc="outside lower center")
         _distances(axes, trace, found, low, high)
-        figure.savefig(target, dpi=110)
+        figure.savefig(target, dpi=_DPI)
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{target}: the picture cannot be written: {reason}") from error
@@ -64,6 +86,20 @@ def _extent(trace: Trace, found: steps.Steps, count: int) -> tuple[float, float]
     low, high = float(found.cpu[0][0]), float(found.cpu[1][count - 1])
     inside = (found.of >= 0) & (found.of < count)
     return low, max([high, *trace.gpu.end[inside].tolist()])
+
+
+def _part(target: Path, low: float, high: float, between: tuple[float, float]) -> tuple[float, float]:
+    begin, end = low + 1e3 * between[0], low + 1e3 * between[1]
+    if not low <= begin < min(end, high):
+        raise UserError(
+            f"{target}: the part from {between[0]:g} to {between[1]:g} ms is none of the steps shown, "
+            f"which last {(high - low) / 1e3:.3g} ms"
+        )
+    return begin, min(end, high)
+
+
+def _wrapped(sentence: str) -> str:
+    return "\n".join(textwrap.wrap(sentence, 115))
 
 
 def _distances(axes: Any, trace: Trace, found: steps.Steps, low: float, high: float) -> None:

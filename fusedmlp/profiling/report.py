@@ -21,11 +21,12 @@ def analyse_file(path: Path, unprofiled_step_ms: float | None = None) -> Analysi
     """
     file = trace.find(path)
     if unprofiled_step_ms is None:
-        unprofiled_step_ms = _step_ms_of_run(file.parent)
+        unprofiled_step_ms = step_ms_of_run(file.parent)
     return analyse(trace.read(file), unprofiled_step_ms)
 
 
-def _step_ms_of_run(folder: Path) -> float | None:
+def step_ms_of_run(folder: Path) -> float | None:
+    """Median step of the run in this folder outside its profiler's window; None if it does not say."""
     try:
         step_ms = json.loads((folder / "result.json").read_text())["throughput"]["step_ms_median"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -135,6 +136,9 @@ def values(analysis: Analysis) -> dict[str, Any]:
         "gpu_busy_percent": analysis.busy_percent,
         "gpu_busy_percent_unprofiled": analysis.unprofiled_busy_percent,
         "kernel_ms": analysis.kernel_ms,
+        "kernel_us_mean": analysis.kernel_us,
+        "short_kernels_percent": analysis.short_percent,
+        "outside_percent": analysis.outside_percent,
         "kernels_per_step": analysis.kernels,
         "copies_per_step": analysis.copies,
         "launches_per_step": analysis.launches,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fusedmlp.profiling import kinds
-from fusedmlp.profiling.analysis import Analysis
+from fusedmlp.profiling.analysis import SHORT_US, Analysis
 
 # Percent. Below this busy share the GPU waits for the CPU, and why decides; above it the kernels decide.
 BUSY = 80.0
@@ -16,14 +16,16 @@ COMMUNICATION = 30.0
 COMPUTE = 85.0
 # Of the memory-bound time that the optimizer takes, for it to be what to look at.
 OPTIMIZER = 50.0
+# Of the kernels' time that short kernels take, for their size to be what to look at, whatever they compute.
+SHORT = 70.0
 # Of the step blocked, from where on a note says that the CPU cannot run ahead.
 NOTED_BLOCKED = 5.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`bound`: launch, sync, data, communication, memory, optimizer or GEMM; CPU where nothing ran on a GPU, unknown
-    where the trace does not have what ran there."""
+    """`bound`: launch, sync, data, communication, size, memory, optimizer or GEMM; CPU where nothing ran on a GPU,
+    unknown where the trace does not have what ran there."""
 
     bound: str
     sentence: str
@@ -81,6 +83,8 @@ def _busy(analysis: Analysis) -> tuple[str, str]:
         return "communication", (
             f"communication-bound: {communication:.0f} % of the kernels' time is communication between GPUs"
         )
+    if analysis.short_percent >= SHORT:
+        return "size", (f"small-kernel-bound: {_short(analysis)}: a larger batch or width, or fewer kernels")
     if compute >= COMPUTE:
         attention = analysis.share(kinds.ATTENTION)
         what = "GEMMs" if attention < 1 else f"GEMMs and attention ({attention:.0f} %)"
@@ -93,7 +97,17 @@ def _busy(analysis: Analysis) -> tuple[str, str]:
         )
     parts = sorted(((analysis.share(kind), kind) for kind in kinds.FUSIBLE), reverse=True)
     named = ", ".join(f"{kind} {share:.0f} %" for share, kind in parts[:3] if share >= 1)
-    return "memory", (f"memory-bound pointwise kernels take {memory - optimizer:.0f} % of the step ({named}): fuse")
+    return "memory", (
+        f"memory-bound kernels take {memory - optimizer:.0f} % of the GPU's time ({named}): "
+        "fuse them with one another or into the GEMMs"
+    )
+
+
+def _short(analysis: Analysis) -> str:
+    return (
+        f"{analysis.short_percent:.0f} % of the kernels' time in kernels under {SHORT_US:.0f} us "
+        f"({analysis.kernels:,.0f} a step, {analysis.kernel_us:.1f} us on average)"
+    )
 
 
 def _notes(analysis: Analysis, bound: str = "") -> tuple[str, ...]:
@@ -115,10 +129,12 @@ def _notes(analysis: Analysis, bound: str = "") -> tuple[str, ...]:
             )
     elif analysis.ahead_ms is not None and analysis.ahead_ms[0] >= 0.1:
         notes.append(f"the CPU runs ahead: a kernel waits {analysis.ahead_ms[0]:.1f} ms for its turn (median)")
+    if bound == "launch" and analysis.short_percent >= SHORT:
+        notes.append(f"launched faster, small kernels will bound it: {_short(analysis)}")
     if analysis.outside_percent >= 5:
         notes.append(
-            f"{analysis.outside_percent:.0f} % of the GPU's time belongs to no step here: launched before the window, "
-            "or in validation or a checkpoint"
+            f"{analysis.outside_percent:.0f} % of the GPU's time in the window belongs to none of its steps: "
+            "launched before them, or in validation or a checkpoint"
         )
     return tuple(notes)
 

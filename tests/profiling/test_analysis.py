@@ -68,8 +68,22 @@ def test_what_was_launched_before_the_window_belongs_to_no_step():
     late = dict(kernels[0], ts=900.0, dur=700.0, args=kernels[0]["args"] | {"correlation": 1})
     found = analyse(traces.from_events([*events, late]))
     assert found.kernels == 32
-    assert found.outside_percent == pytest.approx(100 * 700 / (700 + 3 * 2545))
-    assert any("belongs to no step" in note for note in judge(found).notes)
+    assert found.outside_percent == pytest.approx(100 * 586 / (586 + 2 * 2545)), (
+        "of it 586 us after the first step began"
+    )
+    assert any("belongs to none of its steps" in note for note in judge(found).notes)
+
+
+def test_what_the_gpu_still_had_to_do_before_the_first_step_is_not_missed():
+    machine = Machine()
+    machine.now = 5000.0
+    for number in range(3):
+        machine.step(number, layers(100.0, 60.0, 5.0))
+    kernel = next(event for event in machine.events if event["cat"] == "kernel")
+    before = dict(kernel, ts=3000.0, dur=1500.0, args=kernel["args"] | {"correlation": 1})
+    found = analyse(traces.from_events([*machine.events, before]))
+    assert found.outside_percent == 0
+    assert not any("none of its steps" in note for note in judge(found).notes)
 
 
 def test_without_step_ranges_the_steps_of_the_profiler_count():
@@ -119,6 +133,36 @@ def test_a_gap_in_the_queue_is_the_gpus_own():
             event["ts"] += 8.0
     found = analyse(traces.from_events(machine.events))
     assert found.idle_causes["queue"] == pytest.approx(0.008)
+
+
+def test_a_gap_between_the_kernels_of_a_graph_is_the_gpus_own_while_the_launch_still_runs():
+    machine = Machine()
+    for number in range(2):
+        machine.step(number, Step((Kernel(GEMM, 5.0), Kernel(GELU, 5.0), Kernel(GELU, 5.0)), graph=True))
+    kernels = [event for event in machine.events if event["cat"] == "kernel"]
+    for event, later in zip(kernels, (0, 2.0, 3.0) * 2, strict=True):
+        event["ts"] += later
+    found = analyse(traces.from_events(machine.events))
+    assert found.idle_causes["queue"] == pytest.approx(0.003)
+    assert sum(found.idle_causes.values()) == pytest.approx(found.idle_ms)
+
+
+@pytest.mark.parametrize(("us", "bound"), [(9.9, "size"), (10.0, "GEMM")])
+def test_short_kernels_bound_a_busy_gpu_whatever_they_compute(us, bound):
+    found = analysed(*[Step((Kernel(GEMM, us, 2.0),) * 30 + (Kernel(GELU, 20.0, 2.0),))] * 3)
+    verdict = judge(found)
+    assert verdict.bound == bound
+    if bound == "size":
+        assert found.short_percent == pytest.approx(100 * 297 / 317)
+        assert "94 % of the kernels' time in kernels under 10 us (31 a step, 10.2 us on average)" in verdict.sentence
+        assert values(found)["short_kernels_percent"] == pytest.approx(found.short_percent)
+
+
+def test_who_captures_is_told_what_comes_next():
+    small = judge(analysed(*[layers(5.0, 2.0, 40.0)] * 3))
+    assert small.bound == "launch"
+    assert any(note.startswith("launched faster, small kernels will bound it") for note in small.notes)
+    assert not any("small kernels" in note for note in judge(analysed(*[layers(12.0, 2.0, 40.0)] * 3)).notes)
 
 
 def test_what_the_optimizer_launches_is_the_optimizers():

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 
 import pytest
 from conftest import raises
@@ -171,6 +172,34 @@ def test_picture(tmp_path, scene, capsys):
     assert target.stat().st_size > 10_000
     assert main(["picture", str(file), str(tmp_path / "out.xyz")]) == 1
     assert main(["picture", str(file), str(tmp_path / "nowhere" / "out.png")]) == 1
+
+
+def test_a_picture_says_what_the_run_says(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda axes, text, **options: titles.append(text))
+    file, target = write(tmp_path, *SCENES["launch"]), tmp_path / "out.png"
+    assert main(["picture", str(file), str(target)]) == 0
+    assert main(["picture", str(file), str(target), "--step-ms", "0.5", "--title", "mine"]) == 0
+    (tmp_path / "result.json").write_text(json.dumps({"throughput": {"step_ms_median": 1.0}}))
+    assert main(["picture", str(file), str(target)]) == 0
+    assert [re.search(r"GPU busy (\d+) %", title).group(1) for title in titles] == ["20", "51", "25"]
+    assert titles[1].startswith("mine\n")
+
+
+def test_a_picture_of_a_part(tmp_path, monkeypatch, capsys):
+    from fusedmlp.profiling import picture
+
+    drawn, bars = [], picture._bars
+    monkeypatch.setattr(picture, "_bars", lambda axes, *args: drawn.append(args[1:3]) or bars(axes, *args))
+    file, target = write(tmp_path, *SCENES["launch"]), tmp_path / "out.png"
+    begin = float(trace.read(file).ranges.start[1])
+    assert main(["picture", str(file), str(target), "--steps", "1", "--between", "0.25", "0.5"]) == 0
+    assert set(drawn) == {(begin + 250, begin + 500)}
+    for part in (("0.5", "0.25"), ("-1", "0.5"), ("2", "3"), ("nan", "1")):
+        assert main(["picture", str(file), str(target), "--steps", "1", "--between", *part]) == 1
+        assert "is none of the steps shown, which last 1.29 ms" in capsys.readouterr().err
 
 
 def test_what_a_picture_shows(tmp_path):
