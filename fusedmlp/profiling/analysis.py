@@ -124,8 +124,11 @@ def _window(trace: Trace, found: Steps) -> tuple[tuple[float, float], int]:
     with its last kernel, or on the CPU if that took longer.
     """
     inside = found.of >= 0
+    kernel = inside & np.array([category == KERNEL for category in trace.gpu.categories], bool)
+    # A batch is copied on a stream of its own while the step before still computes, sooner or later as it comes.
+    begins_step = kernel if kernel.any() else inside
     first = np.full(found.count, np.inf)
-    np.minimum.at(first, found.of[inside], trace.gpu.start[inside])
+    np.minimum.at(first, found.of[begins_step], trace.gpu.start[begins_step])
     first = first[np.isfinite(first)]
     if len(first) > 1:
         return (float(first.min()), float(first.max())), len(first) - 1

@@ -1,5 +1,8 @@
 """The table of kernels that nsys stats prints, against a trace."""
 
+import csv
+from pathlib import Path
+
 import pytest
 from profiling.simulated import GELU, GEMM, SCENES, Kernel, Step, content
 
@@ -21,6 +24,22 @@ Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (n
 
 def test_the_kernels_of_all_steps():
     assert kernel_sum(PRINTED, 2) == KernelTime(30, 1.4)
+
+
+def test_a_real_table_of_five_steps():
+    """Of the lecture's stack of 64 layers with impl=native on an H200, recorded through profile=nsys."""
+    record = Path(__file__).parents[2] / "profiles" / "records" / "2026-11-29-h200-traces"
+    text = (record / "nsys-stats.txt").read_text()
+    found = kernel_sum(text, 5)
+    # 2390 kernels, 29278867 ns: the sums of the columns, added up without the parser.
+    assert found == KernelTime(478, pytest.approx(29.278867 / 5))
+    # The capture range held the window and no more: each step once, each kernel in all of them.
+    assert [line.split(",")[2] for line in text.splitlines() if line.endswith(",:step")] == ["5"]
+    rows = [row for row in csv.reader(text.splitlines()) if len(row) == 9 and row[2].isdecimal()]
+    assert len(rows) > 40
+    assert [row for row in rows if int(row[2]) % 5] == []
+    gelus = [int(row[2]) for row in rows if "GeluCUDAKernelImpl" in row[8] or "GeluBackwardCUDAKernelImpl" in row[8]]
+    assert gelus == [5 * 64, 5 * 64]
 
 
 @pytest.mark.parametrize("text", ["", "nsys: error: no such file", PRINTED.replace("Instances", "Count")])
