@@ -20,6 +20,7 @@ _COLOURS = {
     kinds.COMMUNICATION: "#d00000", kinds.OTHER: "#7f5539",
 }  # fmt: skip
 _RANGES = {steps.DATA: "#adb5bd", steps.FORWARD: "#90be6d", steps.BACKWARD: "#f9c74f", steps.OPTIMIZER: "#f28482"}
+_RANGES["replay"] = "#c77dff"  # of a captured step, in place of the phases
 _LAUNCHES, _WAITS, _OPS = "#343a40", "#d00000", "#577590"
 _STREAMS = 4
 # Inches and dots per inch: read at 900 pixels, which is what a README page has.
