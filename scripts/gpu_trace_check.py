@@ -7,7 +7,7 @@ Parts: `traces` (profile=torch for every experiment and impl, analysed, and each
 (the first of them with step capture), `nsys` (once more under Nsight Systems; its kernel times against ours),
 `overhead` (steps before and after a window, beside a run without profiler), `demo` (experiment=sync_demo with and
 without reading the loss).
-One process per run. The folder receives record.md, record.json, up to four pictures, nsys-stats.txt, and traces.tar.gz
+One process per run. The folder receives record.md, record.json, up to five pictures, nsys-stats.txt, and traces.tar.gz
 with small traces, kernel tables and results. Exit code 1 if a run failed or was left out.
 """
 
@@ -51,7 +51,8 @@ class Check:
         self.kept = self.work / "kept"
         self.kept.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
-        self.record: dict[str, Any] = {"command": ["python", "scripts/gpu_trace_check.py", *sys.argv[1:]], "runs": {}}
+        words = ["DIR" if Path(word) == options.out else word for word in sys.argv[1:]]
+        self.record: dict[str, Any] = {"command": ["python", "scripts/gpu_trace_check.py", *words], "runs": {}}
         self.sections: list[str] = []
         self.failed = False
 
@@ -107,8 +108,14 @@ class Check:
         ]
         facts.append(f"- commit: {git.get('commit')}{' with changes' if git.get('dirty') else ''}")
         head = ["# What traces say", "", f"`{' '.join(self.record['command'])}`", "", *facts, ""]
-        (self.out / "record.md").write_text("\n".join(head) + "\n" + "\n\n".join(self.sections) + "\n")
-        (self.out / "record.json").write_text(json.dumps(self.record, indent=1, default=str) + "\n")
+        self.keep_text("record.md", "\n".join(head) + "\n" + "\n\n".join(self.sections))
+        self.keep_text("record.json", json.dumps(self.record, indent=1, default=str))
+
+    def keep_text(self, file: str, text: str) -> None:
+        """Writes a file of the record, in which this machine's folders have no place."""
+        for folder, name in ((f"{self.work / 'runs'}/", ""), (str(self.out), "DIR")):
+            text = text.replace(folder, name)
+        (self.out / file).write_text(text + "\n")
 
     def keep_trace(self, name: str, folder: Path) -> None:
         """A small trace for the archive; the whole one if asked for."""
@@ -158,6 +165,8 @@ def graph(check: Check) -> None:
     check.keep_trace(name, folder)
     analysis, eager = report.analyse_file(folder), check.work / "runs" / f"{experiment}-{impl}"
     check.section(f"{experiment}, {impl}, captured", report.lines(analysis, 15))
+    target, title = check.out / f"{experiment}-graph.png", f"{experiment}, {impl}, captured"
+    picture.draw(trace.read(folder / trace.FILE), target, 1, title, report.step_ms_of_run(folder))
     if (eager / trace.FILE).exists():
         names = ("eager", "captured")
         check.section(f"{experiment}: captured", compare.lines(report.analyse_file(eager), analysis, names, 5))
@@ -248,7 +257,7 @@ def nsys(check: Check) -> None:
             shutil.copy(left, check.kept / f"{name}{left.suffix}")
     if found.exists():
         text = output([executable, "stats", *nsys_stats.REPORTS, str(found)])
-        (check.out / "nsys-stats.txt").write_text(text)
+        check.keep_text("nsys-stats.txt", text)
         lines += agreement(check, text, experiment, impl)
     check.failed |= not found.exists()
     check.section("nsys", lines)
