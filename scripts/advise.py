@@ -67,7 +67,9 @@ def calibrate(record: Path, out: Path | None) -> None:
     if out is None:
         raise UserError("--calibrate needs --out FILE to write the values to")
     entries = calibration.update(record, calibration.BUILT_IN)
-    calibration.save(out, [str(record), f"for what it lacks, {calibration.FILE.name} as it was before"], entries)
+    kept = len(entries) > len(calibration.load(record))
+    sources = [str(record)] + [f"for what it lacks, {calibration.FILE.name} as it was before"] * kept
+    calibration.save(out, sources, entries)
     print(f"{len(entries)} values written to {out}; use them with --calibration {out}")
 
 

@@ -15,7 +15,7 @@ from fusedmlp.bench import calibration
 from fusedmlp.bench.cards import Card, find_card
 from fusedmlp.bench.cases import DTYPES, Case, parse_case
 from fusedmlp.bench.models import MODELS, ModelOp, check_sizes
-from fusedmlp.bench.predict import HOST_US, KERNEL_MS, Entry, Prediction, gemm_ms, limit_ms, predict, rates, winner
+from fusedmlp.bench.predict import HOST_US, START_MS, Entry, Prediction, gemm_ms, limit_ms, predict, rates, winner
 from fusedmlp.bench.waves import best_tile, padding
 from fusedmlp.errors import UserError
 
@@ -180,7 +180,7 @@ def _plain_product(op: ModelOp, product, sustained, ridge: float, dtype: str) ->
     native = HOST_US["native"]
     host = native.operator + native.enter + 3 * native.operator_back
     bound = "launches" if host / 1e3 > bottom else "compute" if intensity > ridge else "memory"
-    prediction = Prediction(max(bottom, 3 * KERNEL_MS), host)
+    prediction = Prediction(START_MS + bottom, host)
     wave = best_tile(M, N, sustained.sms)[1].efficiency
     text = _recommend("native", 1.0)
     return OpAdvice(op, intensity, ridge, bound, bottom, {"native": prediction}, "native", 1.0, wave, _pad(op), text)

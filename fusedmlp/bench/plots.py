@@ -59,12 +59,14 @@ def _bars(path: Path, op: str, rows: Rows) -> Path:
             places = [j + (i - (len(impls) - 1) / 2) * 0.8 / len(impls) for j in range(len(cases))]
             bars = axis.barh(places, [shares.get(c, 0.0) for c in cases], 0.76 / len(impls), color=colour, label=impl)
             labels = [f"{shares[c]:.2f}" if c in shares else "" for c in cases]
-            axis.bar_label(bars, labels, padding=2, fontsize=7)
+            # White behind the numbers, for the line of the limit runs through some.
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
+            axis.bar_label(bars, labels, padding=2, fontsize=7, bbox=behind)
         axis.axvline(1.0, color="0.7", linewidth=0.8, linestyle="--", zorder=0)
         axis.set(title=f"{op} {direction}", xlabel="share of the limit", xlim=(0, widest))
         axis.set_yticks(range(len(cases)), cases, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].invert_yaxis()
+    axes[0][0].set_ylim(len(cases) - 0.45, -0.55)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, ncols=len(impls), loc="lower center", frameon=False)
     figure.tight_layout(rect=(0, 0.45 / height, 1, 1))
@@ -83,13 +85,20 @@ def _roofline(path: Path, limits: Mapping[str, float], rows: Rows) -> Path:
     low, high = min(intensities) / 2, max(intensities) * 2
     corners = sorted([low, peak / bandwidth, high])
     axis.plot(corners, [min(peak, bandwidth * x) for x in corners], color="black", linewidth=1.2)
-    for impl, (colour, marker) in _impls(points).items():
+    for i, (impl, (colour, marker)) in enumerate(_impls(points).items()):
         own = [row for row in points if row["impl"] == impl]
         x, y = [row["intensity"] for row in own], [row["tflops_per_s"] for row in own]
-        axis.scatter(x, y, s=26, color=colour, marker=marker, label=impl, alpha=0.8, linewidths=0)
+        # All implementations of a case have the same intensity: hollow and ever smaller, or the last would hide them.
+        size = max(60 - 12 * i, 12)
+        axis.scatter(x, y, s=size, marker=marker, facecolors="none", edgecolors=colour, linewidths=1.1, label=impl)
     axis.annotate(f"copy {limits['copy_gb_per_s']:,.0f} GB/s", (low * 1.1, bandwidth * low * 8), fontsize=8)
-    axis.annotate(f"matmul {peak:,.3g} TFLOP/s", (high / 1.1, peak * 1.12), ha="right", fontsize=8)
-    axis.set(xscale="log", yscale="log", xlabel="FLOP per byte that has to be moved", ylabel="TFLOP/s")
+    axis.annotate(f"matmul {peak:,.3g} TFLOP/s", (high / 1.1, peak * 1.4), ha="right", fontsize=8)
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="FLOP per byte that has to be moved",
+        ylabel="TFLOP/s",
+    )
     axis.set_ylim(top=peak * 2.5)
     axis.grid(True, which="major", linewidth=0.3)
     axis.legend(frameon=False, loc="lower right")
@@ -111,6 +120,10 @@ def _scaling(path: Path, rows: Rows) -> Path:
             host = [(row[name], row["host_us"] / 1e3) for row in own if row["host_us"] is not None]
             axis.plot([h[0] for h in host], [h[1] for h in host], color=colour, linestyle=":")
         axis.set(xlabel=name, yscale="log")
+        axis.set_xscale("log", base=2)
+        sizes = sorted({row[name] for row in rows if row["axis"] == name})
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
         axis.grid(True, which="major", linewidth=0.3)
     axes[0][0].set_ylabel("ms (solid: kernels, dotted: host)")
     handles, labels = axes[0][0].get_legend_handles_labels()

@@ -1,15 +1,17 @@
 """How long an op will take with each implementation on a named GPU: a small cost model, without running anything.
 
-    gelu, softmax        ms = bytes that have to be moved / (copy bandwidth * share)
-    linear_gelu, mlp     ms = time of the matrix products + passes * (bytes of one hidden-sized tensor / copy bandwidth)
-    each kernel          at least 2 us
+    gelu, softmax        ms = start + bytes that have to be moved / (copy bandwidth * share)
+    linear_gelu, mlp     ms = start + time of the matrix products
+                              + passes * (bytes of one hidden-sized tensor / copy bandwidth) + 2 us for each more kernel
+    start                5 us: the first loads from memory, and the last ones to end
     a call               takes the larger of the kernels' time and the host's
 
 `share` (of copy speed) and `passes` (trips of a hidden-sized tensor through memory that nothing hides: GELU and bias
-gradients by themselves, or an epilogue) are what differs between implementations. They are calibrated: each comes from
-a measurement of that implementation, the one nearest in dtype, kind of GELU, alignment and width (`calibration.py`).
-The two rates of a card are its data sheet's times what an H200 reaches of its own: 0.885 of the bandwidth (4.25 of 4.8
-TB/s) and 0.70 of the dense peak, full waves. The host's times are an H200 machine's as well. So for an H200 this
+gradients by themselves, or an epilogue) are what differs between implementations. They are calibrated on measurements
+of that implementation, those nearest in dtype and kind of GELU (`calibration.py`). `share` also depends on width and
+alignment: a row is kept in registers or read twice, in vectors or not. `passes` does not: one value has to explain all
+widths. The two rates of a card are its data sheet's times what an H200 reaches of its own: 0.885 of the bandwidth (4.25
+of 4.8 TB/s) and 0.70 of the dense peak, full waves. The host's times are an H200 machine's as well. So for an H200 this
 interpolates measurements; for another card it says what to expect if it were an H200 with other rates.
 """
 
@@ -26,6 +28,9 @@ COPY_SHARE = 0.885
 GEMM_SHARE = 0.70
 # Shortest time of a kernel, in ms.
 KERNEL_MS = 0.002
+# What a call takes beyond its bytes or FLOPs, in ms: copies of 8 to 134 MB took 5.0 us longer than their bytes at the
+# bandwidth of a copy of 2 GB (profiles/records/2026-11-29-h200-bench, table copy).
+START_MS = 0.005
 
 
 class Host(NamedTuple):
@@ -56,7 +61,7 @@ _OPERATORS = {
 class Entry(NamedTuple):
     """One calibrated value: `share` for gelu and softmax, `passes` for linear_gelu and mlp.
 
-    `width` is N for gelu and softmax, K for the others.
+    `width` is N for gelu and softmax, K for the others, where 0 stands for every K.
     """
 
     op: str
@@ -131,28 +136,36 @@ def predict(case: Case, direction: str, impl: str, card: Rates, entries: Sequenc
     kernels = sum(_operators(case.op, impl)[part != "forward"] for part in calls)
     bottom = limit_ms(case, direction, card)
     if not case.has_gemm:
-        return Prediction(max(bottom / value, KERNEL_MS * kernels), host)
+        return Prediction(START_MS + max(bottom / value, KERNEL_MS * (kernels - 1)), host)
     M, _, N, _ = case.sizes()
-    beside = value * M * N * case.itemsize / card.copy
-    return Prediction(bottom + max(beside, KERNEL_MS * (kernels - len(case.gemms(direction)))), host)
+    beside = value * M * N * case.itemsize / card.copy + _more_kernels_ms(case, direction, impl)
+    return Prediction(START_MS + bottom + beside, host)
 
 
 def calibrate(rows: Sequence[dict], copy_gb_per_s: float) -> list[Entry]:
-    """Entries from the rows that `scripts/bench.py` has measured in one run on one card."""
-    entries = []
+    """Entries from the rows that `scripts/bench.py` has measured in one run on one card.
+
+    A share comes from one row. The passes of an op, implementation, direction, dtype and kind of GELU are the one value
+    with which the relative errors of all their rows have the least squares: at large K, where the hidden-sized tensor
+    is the smallest part of the time and the card's clock moves it most, a row counts least.
+    """
+    copy = copy_gb_per_s * 1e6
+    shares, sums = [], {}
     for row in rows:
         if row.get("ms") is None or row["op"] not in _OPERATORS:
             continue
         shape = tuple(map(int, row["shape"].split("x")))
         case = Case(row["op"], shape, row["dtype"], row["approximate"] or "none")
-        if case.has_gemm:
-            hidden = shape[0] * shape[2] * case.itemsize / (copy_gb_per_s * 1e6)
-            value = (row["ms"] - row["limit_ms"]) / hidden
-        else:
-            value = row["share_of_limit"]
         kind = (case.op, row["impl"], row["direction"], case.dtype, case.approximate)
-        entries.append(Entry(*kind, shape[1], round(value, 3)))
-    return entries
+        if case.has_gemm:
+            hidden = shape[0] * shape[2] * case.itemsize / copy / row["limit_ms"]
+            beside = row["ms"] - row["limit_ms"] - _more_kernels_ms(case, row["direction"], row["impl"])
+            above, below = sums.get(kind, (0.0, 0.0))
+            sums[kind] = above + hidden * beside / row["limit_ms"], below + hidden**2
+        elif row["ms"] > START_MS:
+            share = case.least_bytes(row["direction"]) / copy / (row["ms"] - START_MS)
+            shares.append(Entry(*kind, shape[1], round(share, 3)))
+    return shares + [Entry(*kind, 0, round(above / below, 3)) for kind, (above, below) in sums.items()]
 
 
 def winner(predictions: dict[str, Prediction | None]) -> str | None:
@@ -205,11 +218,18 @@ def _nearest(case: Case, direction: str, impl: str, entries: Sequence[Entry]) ->
     def distance(entry: Entry) -> tuple:
         other = replace(case, dtype=entry.dtype).itemsize
         aligned = (entry.width * other % 16 == 0) == (width * case.itemsize % 16 == 0)
-        away = abs(math.log(entry.width / width))
+        away = abs(math.log(entry.width / width)) if entry.width else 0.0
         return other != case.itemsize, entry.approximate != case.approximate, not aligned, away
 
     alike = [e for e in entries if (e.op, e.impl, e.direction) == (case.op, impl, direction)]
     return min(alike, key=distance, default=None)
+
+
+def _more_kernels_ms(case: Case, direction: str, impl: str) -> float:
+    """What the kernels beside the matrix products take at least."""
+    forward, backward = _operators(case.op, impl)
+    kernels = {"forward": forward, "backward": backward, "step": forward + backward}[direction]
+    return KERNEL_MS * (kernels - len(case.gemms(direction)))
 
 
 def _operators(op: str, impl: str) -> tuple[int, int]:

@@ -59,7 +59,8 @@ def test_a_gain_within_the_noise_is_none():
         return advise(op="gelu", shape="4096x4096", card="h200", entries=entries).ops[0].recommendation
 
     assert recommendation(known(1.02)) == "leave it to PyTorch"
-    assert recommendation(known(1.5)) == "fuse it with impl=triton (1.50x native)"
+    # Forward and backward move 168 MB in 39.5 us, two starts take 10: 49.5 us against 39.5 / 1.5 + 10.
+    assert recommendation(known(1.5)) == "fuse it with impl=triton (1.36x native)"
     assert "nothing measured to go by" in recommendation([])
 
 

@@ -1,4 +1,8 @@
-"""The cost model, by hand."""
+"""The cost model, by hand, and its built-in calibration against the record that it was fitted to."""
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 from conftest import raises
@@ -6,7 +10,18 @@ from conftest import raises
 from fusedmlp.bench import calibration
 from fusedmlp.bench.cards import CARDS, find_card
 from fusedmlp.bench.cases import Case
-from fusedmlp.bench.predict import KERNEL_MS, Entry, Prediction, Rates, calibrate, gemm_ms, predict, rates, winner
+from fusedmlp.bench.predict import (
+    KERNEL_MS,
+    START_MS,
+    Entry,
+    Prediction,
+    Rates,
+    calibrate,
+    gemm_ms,
+    predict,
+    rates,
+    winner,
+)
 from fusedmlp.bench.verdict import agreement, verdicts
 from fusedmlp.errors import UserError
 
@@ -21,24 +36,28 @@ def entry(op, impl, direction, value, dtype="bf16", approximate="none", width=10
 
 def test_pointwise_is_bytes_over_bandwidth_times_share():
     case = Case("gelu", (1000, 1000), "bf16")
-    # 4 MB at 1 TB/s are 4 us; at half of copy speed 8 us.
-    assert predict(case, "forward", "native", CARD, [entry("gelu", "native", "forward", 0.5)]).kernel_ms == 0.008
+    # 4 MB at 1 TB/s are 4 us; at half of copy speed 8 us, and 5 us to start and end.
+    known = [entry("gelu", "native", "forward", 0.5)]
+    assert predict(case, "forward", "native", CARD, known).kernel_ms == pytest.approx(0.008 + 0.005)
     assert predict(case, "forward", "native", CARD, []) is None
 
 
 def test_products_and_what_nothing_hides():
     products = 2 * 1280 * 512 * 2560 / 1e9
     hidden = 1280 * 2560 * 2 / 1e9
-    known = [entry("linear_gelu", "native", "forward", 2.0, approximate="tanh", width=512)]
-    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(products + 2 * hidden)
+    known = [entry("linear_gelu", "native", "forward", 2.0, approximate="tanh", width=0)]
+    # 2 us more for GELU's kernel.
+    expected = START_MS + products + 2 * hidden + 0.002
+    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(expected)
 
 
 def test_what_is_not_known_of_an_op_follows_from_its_parts():
     gelu = [entry("gelu", "native", "forward", 0.5), entry("gelu", "native", "backward", 0.75)]
     hidden = 1280 * 2560 * 2 / 1e9
     bare = sum(2 * m * k * n / 1e9 for m, k, n in LINEAR.gemms("backward"))
-    # Unfused: three tensors at 0.75 of copy speed, and a sum for the bias gradient.
-    assert predict(LINEAR, "backward", "native", CARD, gelu).kernel_ms == pytest.approx(bare + (3 / 0.75 + 1) * hidden)
+    # Unfused: three tensors at 0.75 of copy speed, and a sum for the bias gradient, in two kernels.
+    expected = START_MS + bare + (3 / 0.75 + 1) * hidden + 2 * KERNEL_MS
+    assert predict(LINEAR, "backward", "native", CARD, gelu).kernel_ms == pytest.approx(expected)
     step = predict(LINEAR, "step", "native", CARD, gelu)
     parts = [predict(LINEAR, part, "native", CARD, gelu) for part in ("forward", "backward")]
     assert step.kernel_ms == pytest.approx(sum(p.kernel_ms for p in parts))
@@ -49,10 +68,11 @@ def test_the_other_kind_of_gelu_differs_as_gelu_by_itself_does():
     known = [entry("linear_gelu", "native", "forward", 2.0, approximate="none", width=512)]
     products = 2 * 1280 * 512 * 2560 / 1e9
     hidden = 1280 * 2560 * 2 / 1e9
-    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(products + 2 * hidden)
+    start = START_MS + products + KERNEL_MS
+    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(start + 2 * hidden)
     known += [entry("gelu", "native", "forward", s, approximate=k) for k, s in (("none", 1.0), ("tanh", 0.5))]
     # Two tensors at half of copy speed instead of full.
-    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(products + 4 * hidden)
+    assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(start + 4 * hidden)
 
 
 def test_the_nearest_measurement_counts():
@@ -65,7 +85,8 @@ def test_the_nearest_measurement_counts():
 
     def share(n_cols, dtype="bf16"):
         case = Case("softmax", (8192, n_cols), dtype)
-        return case.least_bytes("forward") / CARD.copy / predict(case, "forward", "triton", CARD, known).kernel_ms
+        ms = predict(case, "forward", "triton", CARD, known).kernel_ms - START_MS
+        return case.least_bytes("forward") / CARD.copy / ms
 
     assert share(2048) == pytest.approx(0.9)
     assert share(100_000) == pytest.approx(0.8)
@@ -77,8 +98,8 @@ def test_the_nearest_measurement_counts():
 def test_no_kernel_is_shorter_than_a_kernel():
     case = Case("gelu", (2, 2), "fp32")
     known = [entry("gelu", "native", "forward", 1.0), entry("gelu", "manual", "forward", 1.0)]
-    assert predict(case, "forward", "native", CARD, known).kernel_ms == KERNEL_MS
-    assert predict(case, "forward", "manual", CARD, known).kernel_ms == 6 * KERNEL_MS
+    assert predict(case, "forward", "native", CARD, known).kernel_ms == pytest.approx(START_MS, rel=1e-3)
+    assert predict(case, "forward", "manual", CARD, known).kernel_ms == START_MS + 5 * KERNEL_MS
     # Called eagerly it takes what the host takes.
     assert predict(case, "forward", "native", CARD, known).ms == pytest.approx(0.012)
 
@@ -106,14 +127,30 @@ def rows(op, shape, direction, times, limit_ms, **more):
 
 
 def test_calibrating_on_a_record_gives_its_times_back():
-    limit = sum(gemm_ms(*sizes, "bf16", CARD) for sizes in LINEAR.gemms("forward"))
+    limit = START_MS + sum(gemm_ms(*sizes, "bf16", CARD) for sizes in LINEAR.gemms("forward"))
     measured = rows("linear_gelu", "1280x512x2560", "forward", {"native": limit + 0.1, "triton": limit + 0.02}, limit)
-    measured += rows("gelu", "1000x1000", "forward", {"native": 0.005}, 0.004)
+    measured += rows("gelu", "1000x1000", "forward", {"native": 0.009}, 0.008)
     entries = calibrate(measured, copy_gb_per_s=1000.0)
     again = predict(LINEAR, "forward", "triton", CARD, entries)
     assert again.kernel_ms == pytest.approx(limit + 0.02, rel=1e-3)
     gelu = predict(Case("gelu", (1000, 1000), "bf16", "tanh"), "forward", "native", CARD, entries)
-    assert gelu.kernel_ms == pytest.approx(0.005)
+    assert gelu.kernel_ms == pytest.approx(0.009)
+    # 4 MB in 4 us, beside the start.
+    assert [e.value for e in entries if e.op == "gelu"] == [1.0]
+
+
+def test_one_value_of_passes_explains_all_widths():
+    # Hidden tensors of 2 and 2 us beside products of 10 and 40 us. Native's GELU is a kernel of its own, 2 us: of
+    # 8 us beside the products 6 are left, which are 3 passes, of 4 us 2, which are 1.
+    measured = rows("linear_gelu", "1000x512x1000", "forward", {"native": 0.018}, 0.010)
+    measured += rows("linear_gelu", "1000x2048x1000", "forward", {"native": 0.044}, 0.040)
+    (found,) = calibrate(measured, copy_gb_per_s=1000.0)
+    # Least squares of relative errors: weights (2 / 10)^2 and (2 / 40)^2, so (0.04 * 3 + 0.0025 * 1) / 0.0425.
+    assert found == entry("linear_gelu", "native", "forward", 2.882, approximate="tanh", width=0)
+
+
+def test_a_case_that_is_over_before_it_has_started_says_nothing_of_bandwidth():
+    assert calibrate(rows("gelu", "10x10", "forward", {"native": 0.004}, 0.004), copy_gb_per_s=1000.0) == []
 
 
 def test_verdicts():
@@ -148,3 +185,20 @@ def test_cards_and_files_that_are_not_there(tmp_path):
     entries = calibration.BUILT_IN[:3]
     calibration.save(tmp_path / "good.json", ["somewhere"], entries)
     assert calibration.load(tmp_path / "good.json") == entries
+
+
+def test_what_the_record_says_about_the_built_in_calibration():
+    """The record that it was fitted to names how many cells agree, and each that does not."""
+    folder = Path(__file__).resolve().parents[2] / "profiles" / "records" / "2026-11-29-h200-bench"
+    tables = json.loads((folder / "bench.json").read_text())["tables"]
+    measured = [row for name in ("gelu", "softmax", "linear_gelu", "mlp") for row in tables[name]]
+    card = rates(CARDS["NVIDIA H200"])
+    found = verdicts(measured, card, calibration.BUILT_IN, ["manual", "native", "compiled", "triton", "cuda"])
+    right, of = agreement(found)
+    assert right >= 0.9 * of
+    text = (folder / "README.md").read_text()
+    assert f"| {right} of {of} |" in text
+    missed = {(row["case"], row["direction"], row["predicted"]) for row in found if not row["agrees"]}
+    listed = re.findall(r"^\| (\w+ \(\w+\) \S+ \w+) \| (\w+) \| (\w+), ", text, re.MULTILINE)
+    assert set(listed) == missed
+    assert calibration.load(folder / "bench.json") == calibration.BUILT_IN
