@@ -10,7 +10,7 @@ Before a sanitizer looks at triton, `gate_gemm.py bfloat16 float32` compiles wha
 An error may be twice that of the native op, plus a rounding band (tests/oracle.py has the same bound), plus what the
 order of a sum in fp32 may cost: of n terms added one by one the rounding errors walk as far as sqrt(n) of them.
 Writes IMPL.json and IMPL.md to --out, prints the table, and ends with 1 if anything was wrong. Times of the kernels are
-in bench_ops.py and bench_gemm.py.
+in bench.py and bench_gemm.py.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from fusedmlp.bench.record import Rows
 # Colour-blind safe (Okabe and Ito), one for each implementation or peer in every plot.
 _COLOURS = ("#7f7f7f", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _MARKERS = "osD^vP*"
-_ORDER = ("manual", "native", "compiled", "triton", "cuda")
+ORDER = ("manual", "native", "compiled", "triton", "cuda")
 
 
 def draw(folder: Path, limits: Mapping[str, float], tables: Mapping[str, Rows]) -> list[Path]:
@@ -32,8 +32,8 @@ def draw(folder: Path, limits: Mapping[str, float], tables: Mapping[str, Rows]) 
 def _impls(rows: Rows) -> dict[str, tuple[str, str]]:
     """Name -> colour and marker, in a fixed order."""
     names = dict.fromkeys(row["impl"] for row in rows)
-    ordered = [n for n in _ORDER if n in names] + [n for n in names if n not in _ORDER]
-    place = {name: _ORDER.index(name) if name in _ORDER else len(_ORDER) + i for i, name in enumerate(ordered)}
+    ordered = [n for n in ORDER if n in names] + [n for n in names if n not in ORDER]
+    place = {name: ORDER.index(name) if name in ORDER else len(ORDER) + i for i, name in enumerate(ordered)}
     return {n: (_COLOURS[place[n] % len(_COLOURS)], _MARKERS[place[n] % len(_MARKERS)]) for n in ordered}
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fusedmlp.bench.console import text
+from fusedmlp.bench.plots import ORDER
+from fusedmlp.bench.selection import OPS
 from fusedmlp.errors import UserError
 from fusedmlp.impls import manual
 
@@ -51,19 +53,58 @@ def generate(table: str, record: Path) -> str:
 
 
 def _op_table(op: str, record: Record) -> str:
-    """ms and share of the limit of each implementation; a case and direction a line."""
-    rows = [row for row in record["tables"][op] if row["ms"] is not None]
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
-    cells: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        kind = {"none": " erf", "tanh": " tanh"}.get(row["approximate"] or "", "")
-        shape = " x ".join(row["shape"].split("x"))
-        cells.setdefault((f"{shape} {row['dtype']}{kind}", row["direction"]), {})[row["impl"]] = row
-    lines = [["case", "", "limit, ms", *impls]]
-    for (case, direction), by_impl in cells.items():
+    """ms and share of the limit of each implementation; a case and direction a line. For the MLP also the memory."""
+    rows = _measured(op, record)
+    impls, memory = _impls(rows), op == "mlp"
+    lines = [["case", "", "limit, ms", *impls, *(["peak memory / native's"] * memory)]]
+    by_cell = _grouped(rows, lambda row: (_case(row), row["direction"]), lambda row: row["impl"])
+    for (case, direction), by_impl in by_cell.items():
         limit = next(iter(by_impl.values()))["limit_ms"]
-        lines.append([case, direction, _ms(limit), *(_cell(by_impl.get(impl)) for impl in impls)])
+        cells = [_cell(by_impl.get(impl)) for impl in impls]
+        lines.append([case, direction, _ms(limit), *cells, *([_peaks(by_impl, impls)] * memory)])
     return _markdown(lines)
+
+
+def _share_table(op: str, record: Record) -> str:
+    """Share of the limit of each implementation, all directions of a case in one cell."""
+    rows = _measured(op, record)
+    impls = _impls(rows)
+    directions = list(dict.fromkeys(row["direction"] for row in rows))
+    lines = [[f"{op}: share of the limit, {' / '.join(directions)}", *impls]]
+    for case, by_key in _grouped(rows, _case, lambda row: (row["impl"], row["direction"])).items():
+        cells = [[by_key.get((impl, direction)) for direction in directions] for impl in impls]
+        shares = [[f"{row['share_of_limit']:.2f}" if row else "-" for row in cell] for cell in cells]
+        lines.append([case, *(" / ".join(cell) for cell in shares)])
+    return _markdown(lines)
+
+
+def _measured(op: str, record: Record) -> list[dict[str, Any]]:
+    return [row for row in record["tables"][op] if row["ms"] is not None]
+
+
+def _impls(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(row["impl"] for row in rows)
+    return [n for n in ORDER if n in names] + [n for n in names if n not in ORDER]
+
+
+def _case(row: Mapping[str, Any]) -> str:
+    kind = {"none": " erf", "tanh": " tanh"}.get(row["approximate"] or "", "")
+    return f"{' x '.join(row['shape'].split('x'))} {row['dtype']}{kind}"
+
+
+def _grouped(rows: Sequence[dict[str, Any]], group: Callable, key: Callable) -> dict[Any, dict[Any, dict[str, Any]]]:
+    """group(row) -> key(row) -> row, in the order of the record."""
+    found: dict[Any, dict[Any, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(group(row), {})[key(row)] = row
+    return found
+
+
+def _peaks(by_impl: Mapping[str, Mapping[str, Any]], impls: Sequence[str]) -> str:
+    """Peak memory over native's of the implementations that fuse."""
+    native = by_impl.get("native", {}).get("peak_mib")
+    others = [impl for impl in impls if impl not in ("manual", "native") and by_impl.get(impl, {}).get("peak_mib")]
+    return ", ".join(f"{impl} {by_impl[impl]['peak_mib'] / native:.2f}" for impl in others) if native else ""
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:
@@ -71,7 +112,8 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def _ms(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+    """Three digits, with their zeros."""
+    return f"{value:#.3g}".rstrip(".")
 
 
 def _columns(table: str, columns: Mapping[str, str]) -> Callable[[Record], str]:
@@ -87,8 +129,8 @@ def _columns(table: str, columns: Mapping[str, str]) -> Callable[[Record], str]:
 
 def _scaling(record: Record) -> str:
     """Kernel ms and host ms of the lecture's MLP: an implementation a column, one size varied at a time."""
-    rows = [row for row in record["tables"]["mlp_scaling"] if row["ms"] is not None]
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    rows = _measured("mlp_scaling", record)
+    impls = _impls(rows)
     cells: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in rows:
         # Each axis has the base sizes again; their first measurement stands for all.
@@ -115,14 +157,18 @@ def _ledger(record: Record) -> str:
 
 
 def _moved(record: Record, op: str, approximate: str) -> str:
-    """The ratios of the first case of the op that was measured, forward."""
+    """The ratios of the op's first case that was measured, forward; in fp32 if that is among them.
+
+    In 16 bits manual moves more than the formula says, because it computes in fp32.
+    """
     forward = [r for r in record["tables"].get(op, ()) if r["direction"] == "forward" and r["bytes_ratio"]]
     rows = [row for row in forward if op == "softmax" or row["approximate"] == approximate]
     if not rows:
         return ""
-    first = [row for row in rows if (row["shape"], row["dtype"]) == (rows[0]["shape"], rows[0]["dtype"])]
-    ratios = ", ".join(f"{row['impl']} {row['bytes_ratio']:.3g}" for row in first)
-    return f"{ratios} ({rows[0]['dtype']})"
+    first = next((row for row in rows if row["dtype"] == "fp32"), rows[0])
+    alike = [row for row in rows if (row["shape"], row["dtype"]) == (first["shape"], first["dtype"])]
+    ratios = {row["impl"]: row["bytes_ratio"] for row in alike}
+    return ", ".join(f"{impl} {ratios[impl]:.3g}" for impl in _impls(alike)) + f" ({first['dtype']})"
 
 
 def _formula(elements: int, M: int, N: int) -> str:
@@ -136,8 +182,8 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows]) + "\n"
 
 
-def _of(op: str) -> tuple[str, Callable[[Record], str]]:
-    return op, lambda record: _op_table(op, record)
+def _of(op: str, table: Callable[[str, Record], str]) -> tuple[str, Callable[[Record], str]]:
+    return op, lambda record: table(op, record)
 
 
 _SIZE = {"size": "size", "dtype": "dtype"}
@@ -153,7 +199,8 @@ _SHOWN: dict[str, dict[str, str]] = {
 }
 # Name -> the record's table that it needs, and the function that renders it.
 TABLES: dict[str, tuple[str, Callable[[Record], str]]] = {
-    **{op: _of(op) for op in ("gelu", "softmax", "linear_gelu", "mlp")},
+    **{op: _of(op, _op_table) for op in OPS},
+    **{f"{op}_shares": _of(op, _share_table) for op in OPS},
     **{name: (name, _columns(name, columns)) for name, columns in _SHOWN.items()},
     "mlp_scaling": ("mlp_scaling", _scaling),
     "ledger": ("", _ledger),

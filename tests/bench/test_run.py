@@ -14,7 +14,7 @@ from fusedmlp.bench import calibration
 from fusedmlp.bench import run as bench_run
 from fusedmlp.bench.cards import CARDS
 from fusedmlp.bench.options import parse
-from fusedmlp.bench.readme import TABLES
+from fusedmlp.bench.readme import TABLES, generate
 from fusedmlp.bench.selection import OPS
 from fusedmlp.bench.selection import TABLES as ALL
 
@@ -61,14 +61,48 @@ def test_readme_is_generated_from_a_record(folder, tmp_path, capsys):
     assert [float(number) for number in line] == pytest.approx(
         [row["limit_ms"], row["ms"], row["share_of_limit"]], rel=0.01, abs=0.006
     )
+    shares = [f"{share:.2f}" for share in _gelu_shares(folder)]
+    assert f"| 512 x 512 fp32 erf | {shares[0]} / {shares[1]} | {shares[2]} / {shares[3]} |" in text
     # A number that was changed by hand is found.
     readme.write_text(text.replace("6MN", "5MN", 1))
     assert main([str(readme), "--check"]) == 1
 
 
+def _gelu_shares(folder):
+    """Forward and backward of manual, then of native, in the first case."""
+    rows = json.loads((folder / "bench.json").read_text())["tables"]["gelu"][:4]
+    by_key = {(row["impl"], row["direction"]): row["share_of_limit"] for row in rows}
+    return [by_key[impl, way] for impl in ("manual", "native") for way in ("forward", "backward")]
+
+
+def test_tables_name_what_was_not_measured_and_the_memory_of_what_fuses(tmp_path):
+    common = {"shape": "4x2x8x2", "dtype": "bf16", "approximate": "tanh", "limit_ms": 20.25, "ms": 40.5}
+    common |= {"share_of_limit": 0.5, "kernels": 1}
+    rows = [common | {"impl": "triton", "direction": "step", "peak_mib": 30.0}]
+    rows += [common | {"impl": "native", "direction": way, "peak_mib": 40.0} for way in ("forward", "step")]
+    record = tmp_path / "bench.json"
+    record.write_text(json.dumps({"tables": {"mlp": rows}}))
+    assert generate("mlp_shares", record).splitlines() == [
+        "| mlp: share of the limit, step / forward | native | triton |",
+        "| --- | --- | --- |",
+        "| 4 x 2 x 8 x 2 bf16 tanh | 0.50 / 0.50 | 0.50 / - |",
+    ]
+    step = "| 4 x 2 x 8 x 2 bf16 tanh | step | 20.2 | 40.5 (0.50) | 40.5 (0.50) | triton 0.75 |"
+    forward = "| 4 x 2 x 8 x 2 bf16 tanh | forward | 20.2 | 40.5 (0.50) |  |  |"
+    assert generate("mlp", record).splitlines()[2:] == [step, forward]
+
+
 def test_readme_agrees_with_its_records():
     """What README.md says was measured is what the committed records hold."""
-    assert script("readme_tables").main(["--check"]) == 0
+    main = script("readme_tables").main
+    assert main(["--check"]) == 0
+    # It has such tables, each from a committed record.
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"<!-- bench (\w+) (\S+) -->\n(.*?)<!-- end bench -->", text, re.DOTALL)
+    assert {"gelu", "softmax_shares", "matmul", "mlp", "mlp_scaling", "ledger"} <= {table for table, _, _ in found}
+    for table, record, content in found:
+        assert generate(table, ROOT / record) == content
+        assert (ROOT / record).is_relative_to(ROOT / "profiles" / "records")
 
 
 @pytest.mark.parametrize(
