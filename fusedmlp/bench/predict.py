@@ -138,7 +138,8 @@ def predict(case: Case, direction: str, impl: str, card: Rates, entries: Sequenc
     if not case.has_gemm:
         return Prediction(START_MS + max(bottom / value, KERNEL_MS * (kernels - 1)), host)
     M, _, N, _ = case.sizes()
-    beside = value * M * N * case.itemsize / card.copy + _more_kernels_ms(case, direction, impl)
+    # Fewer than none come out where a fused kernel was faster than cuBLAS's product alone, and hold for that size only.
+    beside = max(value, 0.0) * M * N * case.itemsize / card.copy + _more_kernels_ms(case, direction, impl)
     return Prediction(START_MS + bottom + beside, host)
 
 
@@ -150,7 +151,8 @@ def calibrate(rows: Sequence[dict], copy_gb_per_s: float) -> list[Entry]:
     is the smallest part of the time and the card's clock moves it most, a row counts least.
     """
     copy = copy_gb_per_s * 1e6
-    shares, sums = [], {}
+    shares: list[Entry] = []
+    sums: dict[tuple[str, str, str, str, str], tuple[float, float]] = {}
     for row in rows:
         if row.get("ms") is None or row["op"] not in _OPERATORS:
             continue

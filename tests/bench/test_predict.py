@@ -51,6 +51,12 @@ def test_products_and_what_nothing_hides():
     assert predict(LINEAR, "forward", "native", CARD, known).kernel_ms == pytest.approx(expected)
 
 
+def test_a_fused_kernel_that_beat_the_product_alone_is_not_expected_to_elsewhere():
+    known = [entry("linear_gelu", "triton", "forward", -3.0, approximate="tanh", width=0)]
+    products = 2 * 1280 * 512 * 2560 / 1e9
+    assert predict(LINEAR, "forward", "triton", CARD, known).kernel_ms == pytest.approx(START_MS + products)
+
+
 def test_what_is_not_known_of_an_op_follows_from_its_parts():
     gelu = [entry("gelu", "native", "forward", 0.5), entry("gelu", "native", "backward", 0.75)]
     hidden = 1280 * 2560 * 2 / 1e9
