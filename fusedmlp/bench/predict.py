@@ -166,7 +166,8 @@ def calibrate(rows: Sequence[dict], copy_gb_per_s: float) -> list[Entry]:
             sums[kind] = above + hidden * beside / row["limit_ms"], below + hidden**2
         elif row["ms"] > START_MS:
             share = case.least_bytes(row["direction"]) / copy / (row["ms"] - START_MS)
-            shares.append(Entry(*kind, shape[1], round(share, 3)))
+            # Significant digits: on a CPU a share can be smaller than any number of decimals.
+            shares.append(Entry(*kind, shape[1], float(f"{share:.4g}")))
     return shares + [Entry(*kind, 0, round(above / below, 3)) for kind, (above, below) in sums.items()]
 
 

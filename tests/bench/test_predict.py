@@ -155,6 +155,12 @@ def test_one_value_of_passes_explains_all_widths():
     assert found == entry("linear_gelu", "native", "forward", 2.882, approximate="tanh", width=0)
 
 
+def test_a_share_is_never_rounded_to_nothing():
+    (found,) = calibrate(rows("gelu", "10x10", "forward", {"manual": 4.0}, 0.004), copy_gb_per_s=1000.0)
+    # 400 bytes at 1 TB/s, of 3.995 ms.
+    assert found.value == pytest.approx(4e-7 / 3.995, rel=1e-3)
+
+
 def test_a_case_that_is_over_before_it_has_started_says_nothing_of_bandwidth():
     assert calibrate(rows("gelu", "10x10", "forward", {"native": 0.004}, 0.004), copy_gb_per_s=1000.0) == []
 
