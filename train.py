@@ -24,7 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from fusedmlp.profiling.relaunch import relaunch
 from fusedmlp.sweep import outcome, plugin
 from fusedmlp.sweep.command import job_command
-from fusedmlp.sweep.job import GROUP, PARENT, join_sweep
+from fusedmlp.sweep.job import GROUP, PARENT, join_sweep, wait_until_let_go
+from fusedmlp.training import environment
 from fusedmlp.training.cli import Jobs, launch, register_impls
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.place import Start, find
@@ -66,4 +67,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    environment.held_s = wait_until_let_go()
     launch(main, jobs)

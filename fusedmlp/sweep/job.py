@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-# In the environment of a job: the W&B group of its sweep, and the process that must not end before it.
-GROUP, PARENT = "FUSEDMLP_SWEEP_GROUP", "FUSEDMLP_SWEEP_PARENT"
+# In the environment of a job: the W&B group of its sweep, the process that must not end before it, and the pipe that
+# says when it may begin.
+GROUP, PARENT, GATE = "FUSEDMLP_SWEEP_GROUP", "FUSEDMLP_SWEEP_PARENT", "FUSEDMLP_SWEEP_GATE"
 GRACE_S = 60.0
 _LEFTOVERS_S = 2.0
 _POLL_S = 0.1
@@ -110,28 +112,74 @@ class _Limits:
             process.kill()
 
 
+class Started:
+    """A process in a process group of its own; one that is `held` goes as far as `wait_until_let_go`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], held: bool = False):
+        self._gate: int | None = None
+        own, kept = dict(environment), []
+        if held:
+            theirs, self._gate = os.pipe()
+            own[GATE], kept = str(theirs), [theirs]
+        self.process = subprocess.Popen(
+            command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, pass_fds=kept,
+        )  # fmt: skip
+        for descriptor in kept:
+            os.close(descriptor)
+
+    def let_go(self) -> None:
+        if self._gate is not None:
+            with suppress(BrokenPipeError):  # it has ended before its time, which is seen later
+                os.write(self._gate, b"1")
+            os.close(self._gate)
+            self._gate = None
+
+    def withdraw(self) -> None:
+        """Ends a process that has not been let go."""
+        if self._gate is not None:
+            os.close(self._gate)
+            self._gate = None
+        _end_group(self.process.pid, _LEFTOVERS_S)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def wait_until_let_go() -> float:
+    """In a job's process: waits for its turn, if it is held, and ends the process if that does not come.
+
+    Returns: seconds waited.
+    """
+    gate = os.environ.pop(GATE, None)
+    if gate is None:
+        return 0.0
+    began = time.monotonic()
+    with os.fdopen(int(gate), "rb") as pipe:
+        if not pipe.read(1):
+            sys.exit(128 + signal.SIGTERM)
+    return time.monotonic() - began
+
+
 def run_process(
-    command: Sequence[str],
-    environment: Mapping[str, str],
+    job: Started,
     log: Path,
     show: Callable[[str], None],
     signals: Signals,
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
 ) -> Ended:
-    """Runs `command` in a process group of its own to its end.
+    """Lets a process go and follows it to its end.
 
     The first two signals that arrive in `signals` are handed to it, and the time limit sends SIGTERM; it is killed
     `grace_s` seconds after the first of these, or at the third signal, and so is what it leaves running.
     """
     began = time.monotonic()
     limits = _Limits(signals, timeout_s, grace_s)
+    process = job.process
+    assert process.stdout is not None
+    job.let_go()
     with open(log, "ab") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        assert process.stdout is not None
         output = _Output(process.stdout, file, show)
         try:
             while process.poll() is None:
@@ -153,7 +201,7 @@ def run_alone(command: Sequence[str], group: str, log: Path, timeout_s: float | 
 
     Signals are not handed on: a cluster sends them to the job itself.
     """
-    return run_process(command, environment_of(group), log, lambda line: None, Signals(), timeout_s)
+    return run_process(Started(command, environment_of(group)), log, lambda line: None, Signals(), timeout_s)
 
 
 def _end_group(group: int, wait_s: float) -> None:

@@ -94,8 +94,6 @@ class SweepLauncher(Launcher):
             composed.hydra.job.id = str(job.index)
             composed.hydra.job.num = job.index
         folder = self.ledger.claim(job, str(composed.hydra.sweep.subdir))
-        job.status, job.reason = RUNNING, None
-        self.ledger.write()
         job.logger = OmegaConf.to_container(composed.logger, resolve=True)
         if self.reporter.logger is None or composed.logger.mode != "disabled":
             self.reporter.logger = job.logger
@@ -103,6 +101,10 @@ class SweepLauncher(Launcher):
         job.start = {"command": shlex.join(["python", *command[1:]]), "overrides": job.overrides, "group": self.group}
         job.start |= {name: composed.get(name) for name in ("impl", "dim", "seed")}
         return command, folder
+
+    def set_running(self, job: Job) -> None:
+        job.status, job.reason = RUNNING, None
+        self.ledger.write()
 
     def end(self, job: Job, ended: Ended, signals: Signals) -> None:
         """Records what came of a job, and says so if it could not say it itself."""

@@ -74,6 +74,7 @@ class SlurmLauncher(SweepLauncher):
             with _by_value(), self.executor.batch():
                 for job in jobs:
                     command, folder = self.begin(job)
+                    self.set_running(job)
                     console = folder.absolute() / CONSOLE
                     running[job.index] = self.executor.submit(run_alone, command, self.group, console, self.limit_s)
         except RuntimeError as error:  # submitit's, with what sbatch said

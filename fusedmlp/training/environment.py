@@ -50,10 +50,15 @@ def process_age_s() -> float | None:
         return None
 
 
+# Seconds that this process was held back after its imports, in a sweep.
+held_s = 0.0
+
+
 @functools.cache
 def import_s() -> float | None:
     """Seconds from the start of the process to its first run: interpreter, imports, command line."""
-    return process_age_s()
+    age = process_age_s()
+    return None if age is None else age - held_s
 
 
 def peak_memory_gib(device: torch.device) -> float | None:

@@ -143,11 +143,13 @@ class SweepOptions:
     timeout: float | None
     resume: str | None
     repeats: int
+    preload: int
 
     def __post_init__(self) -> None:
         require("sweep.timeout", self.timeout, self.timeout is None or 0 < self.timeout < float("inf"),
                 "a number of seconds above 0, or null for no limit")  # fmt: skip
         require("sweep.repeats", self.repeats, self.repeats >= 1, "an integer of at least 1")
+        require("sweep.preload", self.preload, self.preload >= 0, "a number of jobs, 0 or more")
 
 
 def require(key: str, value: object, ok: bool, accepted: str) -> None:

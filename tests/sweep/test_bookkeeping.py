@@ -163,9 +163,10 @@ def test_jobs_of_other_processes_are_in_the_table_and_the_exit_code(capsys):
         ({"repeats": 0}, ("sweep.repeats=0", "at least 1")),
         ({"repeats": 1.5}, ("sweep.repeats=1.5", "an integer")),
         ({"resume": 3}, ("sweep.resume=3", "a string or null")),
+        ({"preload": -1}, ("sweep.preload=-1", "0 or more")),
         ({"repeat": 3}, ("sweep.repeat: no such key", "repeats")),
     ],
 )
 def test_options(changes, words):
     with raises(UserError, *words):
-        build("sweep", {"timeout": None, "resume": None, "repeats": 1} | changes, SweepOptions)
+        build("sweep", {"timeout": None, "resume": None, "repeats": 1, "preload": 0} | changes, SweepOptions)

@@ -139,7 +139,8 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     assert losses(tmp_path / "alone") == losses(sweep / rows["other"]["folder"])
 
     assert """-m 'sweep.resume='"'"'day/a=b'"'"'' sweep.timeout=30   # what has not completed""" in out
-    process = start("-m", f"sweep.resume='{sweep}'", "sweep.timeout=60", WELL="1")
+    folders = set(sweep.iterdir())
+    process = start("-m", f"sweep.resume='{sweep}'", "sweep.timeout=60", "sweep.preload=2", WELL="1")
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -152,6 +153,12 @@ def test_jobs_that_fail_leave_the_others_alone_and_a_resumed_sweep_runs_what_is_
     again = jobs(sweep)
     changed = {name: row["status"] for name, row in again.items() if row != rows[name]}
     assert changed == {"raises": "completed", "killed": "interrupted"}, out
+    # The two jobs after that one were held, and are withdrawn.
+    new = {path.name for path in set(sweep.iterdir()) - folders if path.is_dir()}
+    assert new - {"wandb"} == {again["raises"]["folder"], again["killed"]["folder"]}
+    held, alone_s = (json.loads((path / "result.json").read_text())["seconds"]["import"] for path in (
+        sweep / again["killed"]["folder"], tmp_path / "alone"))  # fmt: skip
+    assert held < 4 * alone_s, "the time that it was held is not the imports'"
     stopped = json.loads((sweep / again["killed"]["folder"] / "result.json").read_text())
     assert Path(stopped["checkpoint"]).exists()
     reported(sweep, again)

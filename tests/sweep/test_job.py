@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedmlp.sweep.job import Ended, Signals, environment_of, run_process
+from fusedmlp.sweep.job import Ended, Signals, Started, environment_of, run_process
 
 ROOT = Path(__file__).parents[2]
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
@@ -17,7 +17,7 @@ SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 
 
 def job(log: Path, code: str, signals: Signals | None = None, show=lambda line: None, **limits) -> Ended:
-    return run_process([sys.executable, "-c", code], os.environ, log, show, signals or Signals(), **limits)
+    return run_process(Started([sys.executable, "-c", code], os.environ), log, show, signals or Signals(), **limits)
 
 
 def alive(pid: int) -> bool:
@@ -115,6 +115,64 @@ def test_a_jobs_environment_names_its_sweep_and_shares_no_service(monkeypatch):
 
 def test_a_crash_leaves_a_traceback_in_the_log(tmp_path):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    ended = run_process([sys.executable, "-c", code], environment_of("x"), tmp_path / "log", lambda _: None, Signals())
+    ended = run_process(
+        Started([sys.executable, "-c", code], environment_of("x")), tmp_path / "log", lambda _: None, Signals()
+    )
     assert ended.exit_code == -signal.SIGSEGV
     assert 'File "<string>", line 1' in (tmp_path / "log").read_text()
+
+
+HELD = """
+import os, sys
+from fusedmlp.sweep.job import GATE, wait_until_let_go
+print("imported", flush=True)
+waited = wait_until_let_go()
+print("begun", waited > 0.5, GATE in os.environ, flush=True)
+"""
+
+
+def held(code: str = HELD) -> Started:
+    return Started([sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}, held=True)
+
+
+def test_a_held_job_begins_when_it_is_let_go(tmp_path):
+    started, lines = held(), []
+    os.read(started.process.stdout.fileno(), 100)  # it has imported
+    time.sleep(0.8)
+    assert started.process.poll() is None
+    ended = run_process(started, tmp_path / "log", lines.append, Signals(), timeout_s=20)
+    assert (ended.exit_code, lines) == (0, ["begun True False"])
+
+
+def test_a_held_job_that_is_withdrawn_leaves_nothing():
+    for code in (HELD, f"{STUBBORN}; {SLEEP}"):
+        started = held(code)
+        os.read(started.process.stdout.fileno(), 100)
+        started.withdraw()
+        assert gone(started.process.pid, 0.0)
+
+
+def test_a_job_that_ended_before_its_turn_is_seen_to_have_ended(tmp_path):
+    started = held("raise SystemExit('no such module')")
+    started.process.wait()
+    ended = run_process(started, tmp_path / "log", lambda _: None, Signals())
+    assert (ended.exit_code, ended.last_line) == (1, "no such module")
+
+
+def test_a_held_job_ends_with_the_process_that_holds_it():
+    code = f"""
+import os, sys, time
+from fusedmlp.sweep.job import Started
+started = Started([sys.executable, "-c", {HELD!r}], os.environ, held=True)
+os.read(started.process.stdout.fileno(), 100)
+print(started.process.pid, flush=True)
+time.sleep(600)
+"""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    pid = int(holder.stdout.readline())
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    assert gone(pid, 10)
