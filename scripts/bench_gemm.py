@@ -26,7 +26,7 @@ from triton.testing import do_bench
 
 from fusedmlp import functional, impls
 from fusedmlp.impls import triton as impl_triton
-from fusedmlp.kernels import configs, linear_gelu
+from fusedmlp.kernels import choice, configs, linear_gelu
 from fusedmlp.profiling import timing
 
 # M, K, N: a layer of the lecture's MLP, and the first layers of transformers' MLPs; then those MLPs' widths and rows
@@ -160,7 +160,7 @@ def overrides(args: argparse.Namespace, backward: bool):
 
         def wrapper(function, config=config):
             def with_config():
-                with configs.using(config):
+                with choice.using(config):
                     return function()
 
             return with_config

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmlp.kernels import configs, linear_gelu
+from fusedmlp.kernels import choice, configs, linear_gelu
 from fusedmlp.kernels.reduce import dgelu_dbias
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -62,14 +62,14 @@ def gate(slices: list[tuple[str, str, str]]) -> list[dict]:
 def in_every_configuration(call: Callable[[], tuple[Tensor, ...]]):
     """(configuration, results) of a launcher's call, for each configuration that its problem has."""
     problems: list[configs.Problem] = []
-    chosen, linear_gelu._prepared = configs.choose, {}
+    chosen, linear_gelu._prepared = choice.choose, {}
     try:
-        configs.choose = lambda problem, run: problems.append(problem) or configs.by_rule(problem)
+        choice.choose = lambda problem, run: problems.append(problem) or configs.by_rule(problem)
         call()
     finally:
-        configs.choose = chosen
+        choice.choose = chosen
     for config in configs.candidates(problems[0]):
-        with configs.using(config):
+        with choice.using(config):
             yield config, call()
 
 

@@ -1,27 +1,14 @@
-"""Tile configurations of the GEMM kernels: which exist, and which one a problem gets.
+"""Tile configurations of the GEMM kernels: which exist, which suit a problem, and which one the rule takes.
 
-By default the choice is a rule: the largest tile that still keeps most multiprocessors busy, among those that fit the
-card's shared memory; backward on Hopper, another kernel where all tiles are computed at once. It depends on the problem
-and the card alone, so nothing is measured, the first call waits for one compilation, and all ranks agree.
-FUSEDMLP_TUNE=1 measures the candidates on a problem's first call (about a second) and keeps the winner in a file for
-later processes; FUSEDMLP_TUNE=0 ignores that file. A process of a distributed job only reads it, and nothing is
-measured while a CUDA graph is being captured.
+The rule: the largest tile that still keeps most multiprocessors busy, among those that fit the card's shared memory;
+backward on Hopper, another kernel where all tiles are computed at once. It depends on the problem and the card alone.
 """
 
-import json
-import os
-import statistics
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import torch
 import triton
-
-from fusedmlp.cache import cache_dir
 
 # Gluon changes from release to release: the versions of Triton with which gemm_hopper.py was correct on an H200.
 HOPPER_TRITON = ("3.6",)
@@ -115,14 +102,11 @@ _BACKWARD = {
     "tf32": [GemmConfig("plain", 64, 128, 32, 8, 3, 8), GemmConfig("plain", 64, 64, 32, 8, 4, 4)],
     "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
 }
-# What `using` asks for.
-forced: GemmConfig | None = None
-
 _INTERPRETER = GemmConfig("plain", 64, 64, 32, 8, 1, 4)
 
 
 @cache
-def _card(device: int) -> tuple[tuple[int, int], int, int, str]:
+def card(device: int) -> tuple[tuple[int, int], int, int, str]:
     """Compute capability, multiprocessors, shared memory of a block in bytes, name."""
     properties = torch.cuda.get_device_properties(device)
     shared = properties.shared_memory_per_block_optin
@@ -130,18 +114,18 @@ def _card(device: int) -> tuple[tuple[int, int], int, int, str]:
 
 
 def multiprocessors(device: int) -> int:
-    return 1 if device < 0 else _card(device)[1]
+    return 1 if device < 0 else card(device)[1]
 
 
 def has_tma(device: int) -> bool:
-    return device >= 0 and _card(device)[0] >= (9, 0)
+    return device >= 0 and card(device)[0] >= (9, 0)
 
 
 def candidates(problem: Problem) -> list[GemmConfig]:
     """Configurations that suit the problem, in the order in which the rule asks."""
     if problem.device < 0:
         return [_INTERPRETER]
-    capability = _card(problem.device)[0]
+    capability = card(problem.device)[0]
     known = _BACKWARD if problem.backward else _FORWARD
     if problem.dtype == torch.float32:
         configs = known[problem.precision]
@@ -155,7 +139,7 @@ def candidates(problem: Problem) -> list[GemmConfig]:
 
 def _suits(config: GemmConfig, problem: Problem) -> bool:
     """Whether the card has the shared memory, and the problem is of the kind that the configuration is for."""
-    _, multiprocessors, shared, _ = _card(problem.device)
+    _, multiprocessors, shared, _ = card(problem.device)
     needed = config.shared_bytes(problem.dtype.itemsize, problem.use_tma, problem.backward)
     # A multiprocessor has 1 KB more than a block can ask for, and keeps 1 KB of each block for itself.
     at_once = multiprocessors * ((shared + 1024) // (needed + 1024))
@@ -172,102 +156,3 @@ def by_rule(problem: Problem) -> GemmConfig:
         if 4 * config.tiles(problem) >= 3 * multiprocessors(problem.device):
             return config
     return min(configs, key=lambda config: config.BLOCK_M * config.BLOCK_N)
-
-
-def choose(problem: Problem, run: Callable[[GemmConfig], Callable[[], None]]) -> GemmConfig:
-    """The configuration for a problem.
-
-    Args:
-        run: gives a function that launches the kernel with a configuration; called only where something is measured.
-    """
-    if forced is not None:
-        return forced
-    tune = os.environ.get("FUSEDMLP_TUNE")
-    if problem.device < 0 or tune == "0":
-        return by_rule(problem)
-    key = _key(problem)
-    known = _measured().get(key)
-    if known is not None and known in candidates(problem):
-        return known
-    if tune != "1" or torch.cuda.is_current_stream_capturing() or _is_distributed():
-        return by_rule(problem)
-    fastest = min(candidates(problem), key=lambda config: _time(run(config)))
-    _remember(key, fastest)
-    return fastest
-
-
-@contextmanager
-def using(config: GemmConfig) -> Iterator[None]:
-    """Within this context every GEMM runs with `config`: for measurements and tests."""
-    global forced
-    before, forced = forced, config
-    try:
-        yield
-    finally:
-        forced = before
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _key(problem: Problem) -> str:
-    bucket = 1 << max(problem.M - 1, 0).bit_length()
-    parts = ("dgelu" if problem.backward else "fwd", f"M{bucket}", f"N{problem.N}", f"K{problem.K}")
-    rest = (str(problem.dtype), problem.precision, "tma" if problem.use_tma else "pointers", problem.flags)
-    return " ".join((*parts, *rest, f"triton{TRITON}", _card(problem.device)[3]))
-
-
-def _time(function: Callable[[], None]) -> float:
-    """Median time of a call in ms, after the first, which compiles."""
-    for _ in range(3):
-        function()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
-    for start, end in zip(events[::2], events[1::2], strict=True):
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=True))
-
-
-def cache_file() -> Path:
-    """Where measured choices are kept."""
-    return cache_dir() / "gemm-configs.json"
-
-
-_measured_cache: dict[str, GemmConfig] | None = None
-
-
-def _measured() -> dict[str, GemmConfig]:
-    """The choices in the file, read once a process; an unreadable file counts as empty."""
-    global _measured_cache
-    if _measured_cache is None:
-        _measured_cache = _read()
-    return _measured_cache
-
-
-def _read() -> dict[str, GemmConfig]:
-    try:
-        entries = json.loads(cache_file().read_text())
-        return {key: GemmConfig(**entry) for key, entry in entries.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _remember(key: str, config: GemmConfig) -> None:
-    _measured()[key] = config
-    # Where the file cannot be written, later processes measure again.
-    with suppress(OSError):
-        _write(key, config)
-
-
-def _write(key: str, config: GemmConfig) -> None:
-    file = cache_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may have added to the file; replacing it whole leaves no half-written one behind.
-    entries = {name: asdict(known) for name, known in {**_read(), key: config}.items()}
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
-        json.dump(entries, temporary, indent=1)
-    os.replace(temporary.name, file)

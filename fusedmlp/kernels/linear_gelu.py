@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fusedmlp.kernels import configs, gemm_launch
+from fusedmlp.kernels import choice, configs, gemm_launch
 from fusedmlp.kernels.configs import GemmConfig, Problem
 from fusedmlp.kernels.launch import on_device_of
 from fusedmlp.kernels.prepared import Launch, remember
@@ -88,7 +88,7 @@ def _prepare(make: Callable[..., Launch], tensors: tuple[Tensor, ...], K: int, f
     precision = _precision(a.dtype)
     key = (
         make, flags, b_is_nk, result.shape, K, a.dtype, a.device, a.stride(0), b.stride(0),
-        _aligned(a), _aligned(b), _aligned(result), _aligned(tensors[-1]), precision, configs.forced,
+        _aligned(a), _aligned(b), _aligned(result), _aligned(tensors[-1]), precision, choice.forced,
     )  # fmt: skip
     prepared = _prepared.get(key)
     if prepared is None:
@@ -112,7 +112,7 @@ def _choose(make, tensors, K: int, precision: str, flags: tuple, b_is_nk: bool) 
         partial = (a.new_empty((rows, N), dtype=torch.float32),) if backward else ()
         return lambda: launch(*tensors, *partial)
 
-    config = configs.choose(problem, run)
+    config = choice.choose(problem, run)
     return launch_with(config), config.BLOCK_M
 
 

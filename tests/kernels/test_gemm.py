@@ -11,7 +11,7 @@ from oracle import assert_within
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fusedmlp.kernels import configs, gemm_launch, linear_gelu
+from fusedmlp.kernels import choice, configs, gemm_launch, linear_gelu
 from fusedmlp.kernels.configs import GemmConfig, Problem
 from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
 
@@ -56,7 +56,7 @@ def test_forward(dtype, approximate, poisoned):
         for config in configurations(x, backward=False):
             if not usable(config, K, N):
                 continue
-            with configs.using(config):
+            with choice.using(config):
                 act, preact = linear_gelu_fwd(x, weight, bias, approximate, True)
                 only_act, nothing = linear_gelu_fwd(x, weight, bias, approximate, False)
             where = f"{(M, K, N)} {config}"
@@ -83,7 +83,7 @@ def test_backward(dtype, approximate, poisoned):
             if not usable(config, K, N):
                 continue
             where = f"{(M, K, N)} {config}"
-            with configs.using(config):
+            with choice.using(config):
                 dpreact, act, dbias = dgelu_gemm(dy, weight, preact, approximate, True, True)
                 alone, no_act, no_dbias = dgelu_gemm(dy, weight, preact, approximate, False, False)
             assert_within(dpreact, expected, eager, f"dpreact {where}")
@@ -102,7 +102,7 @@ def test_sums_shorter_and_longer_than_a_step(K):
     x, weight = normal(70, K, dtype=dtype), normal(72, K, dtype=dtype, scale=K**-0.5)
     expected, eager = F.linear(x.double(), weight.double()), F.linear(x, weight)
     for config in (c for c in configs._FORWARD["16 bit"] if c.BLOCK_M * c.BLOCK_N <= 64 * 128):
-        with configs.using(config):
+        with choice.using(config):
             _, preact = linear_gelu_fwd(x, weight, None, "none", True)
         assert_within(preact, expected, eager, f"{K} {config}")
 
@@ -155,7 +155,7 @@ def test_rows_beyond_the_last_add_nothing_to_the_sums():
     weight[3, 5] = float("inf")
     dy, preact = torch.ones(70, 8, device=DEVICE, dtype=dtype), normal(70, 16, dtype=dtype).abs()
     for config in configurations(dy, backward=True):
-        with configs.using(config):
+        with choice.using(config):
             _, _, dbias = dgelu_gemm(dy, weight, preact, "none", False, True)
         assert dbias[5] == float("inf"), config
         assert torch.isfinite(dbias).sum() == 15, config
@@ -188,7 +188,7 @@ def test_more_than_two_to_the_31_elements():
     M, K, N = 2**17 + 8, 64, 2**14 + 8
     x, weight = normal(M, K, dtype=torch.bfloat16), normal(N, K, dtype=torch.bfloat16)
     for config in configurations(x, backward=False):
-        with configs.using(config):
+        with choice.using(config):
             act, preact = linear_gelu_fwd(x, weight, None, "none", True)
         expected = F.linear(x[-64:], weight)
         torch.testing.assert_close(preact[-64:], expected, rtol=2e-2, atol=2e-2)
@@ -212,7 +212,7 @@ def card(monkeypatch):
     """Stand in for a GPU of (capability, multiprocessors, shared memory of a block)."""
 
     def set_card(capability, multiprocessors, shared):
-        monkeypatch.setattr(configs, "_card", lambda device: (capability, multiprocessors, shared, "a card"))
+        monkeypatch.setattr(configs, "card", lambda device: (capability, multiprocessors, shared, "a card"))
 
     return set_card
 
@@ -280,7 +280,7 @@ def test_a_program_for_every_tile_reads_the_preact_first(monkeypatch):
     monkeypatch.setattr(gemm_launch, "backward", lambda *args: launches.append(launch(*args)) or launches[-1])
     dy, weight, preact = normal(130, 8), normal(8, 130), normal(130, 130)
     for early, programs in ((True, 9), (False, min(9, configs.multiprocessors(0 if ON_GPU else -1)))):
-        with configs.using(GemmConfig("plain", 64, 64, 16, 8, 2, 4, PREACT_FIRST=early)):
+        with choice.using(GemmConfig("plain", 64, 64, 16, 8, 2, 4, PREACT_FIRST=early)):
             dgelu_gemm(dy, weight, preact, "none", False, False)
         assert launches[-1]._grid == (programs, 1, 1)
 
@@ -298,7 +298,7 @@ def tuning(card, monkeypatch, tmp_path):
     """A card, an empty cache, and `measure`: the candidate at an index is the fastest."""
     card(*A100)
     monkeypatch.setenv("FUSEDMLP_CACHE", str(tmp_path))
-    monkeypatch.setattr(configs, "_measured_cache", None)
+    monkeypatch.setattr(choice, "_measured_cache", None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     measured = []
 
@@ -307,7 +307,7 @@ def tuning(card, monkeypatch, tmp_path):
             measured.append(run)
             return -1.0 if len(measured) == index + 1 else 1.0
 
-        monkeypatch.setattr(configs, "_time", measure)
+        monkeypatch.setattr(choice, "_time", measure)
 
     return SimpleNamespace(fastest=fastest, measured=measured, file=tmp_path / "gemm-configs.json")
 
@@ -315,7 +315,7 @@ def tuning(card, monkeypatch, tmp_path):
 def test_nothing_is_measured_unless_asked_for(tuning, monkeypatch):
     monkeypatch.delenv("FUSEDMLP_TUNE", raising=False)
     tuning.fastest(0)
-    assert configs.choose(problem(use_tma=False), lambda config: None) == configs.by_rule(problem(use_tma=False))
+    assert choice.choose(problem(use_tma=False), lambda config: None) == configs.by_rule(problem(use_tma=False))
     assert tuning.measured == []
     assert not tuning.file.exists()
 
@@ -324,17 +324,17 @@ def test_a_measured_choice_is_kept_for_later_processes(tuning, monkeypatch):
     wanted = problem(use_tma=False)
     monkeypatch.setenv("FUSEDMLP_TUNE", "1")
     tuning.fastest(1)
-    chosen = configs.choose(wanted, lambda config: None)
+    chosen = choice.choose(wanted, lambda config: None)
     assert chosen == configs.candidates(wanted)[1] != configs.by_rule(wanted)
     assert len(json.loads(tuning.file.read_text())) == 1
-    monkeypatch.setattr(configs, "_measured_cache", None)  # as in another process
+    monkeypatch.setattr(choice, "_measured_cache", None)  # as in another process
     monkeypatch.delenv("FUSEDMLP_TUNE")
     count = len(tuning.measured)
-    assert configs.choose(problem(M=4000, use_tma=False), lambda config: None) == chosen, "M in the same bucket"
-    assert configs.choose(problem(M=9000, use_tma=False), lambda config: None) == configs.by_rule(wanted)
+    assert choice.choose(problem(M=4000, use_tma=False), lambda config: None) == chosen, "M in the same bucket"
+    assert choice.choose(problem(M=9000, use_tma=False), lambda config: None) == configs.by_rule(wanted)
     assert len(tuning.measured) == count
     monkeypatch.setenv("FUSEDMLP_TUNE", "0")
-    assert configs.choose(wanted, lambda config: None) == configs.by_rule(wanted), "the file is left aside"
+    assert choice.choose(wanted, lambda config: None) == configs.by_rule(wanted), "the file is left aside"
 
 
 @pytest.mark.parametrize("circumstance", ["capturing", "distributed"])
@@ -343,25 +343,25 @@ def test_nothing_is_measured_under_capture_or_by_one_rank_of_many(tuning, monkey
     if circumstance == "capturing":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     else:
-        monkeypatch.setattr(configs, "_is_distributed", lambda: True)
-    configs.choose(problem(use_tma=False), lambda config: None)
+        monkeypatch.setattr(choice, "_is_distributed", lambda: True)
+    choice.choose(problem(use_tma=False), lambda config: None)
     assert tuning.measured == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"key": {"kernel": "plain"}}', '{"key": 3}'])
 def test_an_unreadable_cache_counts_as_empty(tuning, content):
     tuning.file.write_text(content)
-    assert configs._read() == {}
+    assert choice._read() == {}
 
 
 def test_a_choice_that_no_longer_exists_is_not_used(tuning):
     gone = GemmConfig("plain", 32, 32, 32, 8, 2, 4)
-    configs._remember(configs._key(problem(use_tma=False)), gone)
-    assert configs.choose(problem(use_tma=False), lambda config: None) == configs.by_rule(problem(use_tma=False))
+    choice._remember(choice._key(problem(use_tma=False)), gone)
+    assert choice.choose(problem(use_tma=False), lambda config: None) == configs.by_rule(problem(use_tma=False))
 
 
 def test_using_is_undone_after_an_error():
     config = GemmConfig("plain", 32, 32, 32, 8, 1, 4)
-    with raises(KeyError, "mine"), configs.using(config):
+    with raises(KeyError, "mine"), choice.using(config):
         raise KeyError("mine")
-    assert configs.forced is None
+    assert choice.forced is None
