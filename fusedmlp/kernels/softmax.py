@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
-from fusedmlp.kernels.softmax_team import TeamConfig, elements_per_vector, max_parts, team_bwd, team_fwd
+from fusedmlp.kernels.row_vectors import elements_per_vector
+from fusedmlp.kernels.softmax_team import TeamConfig, max_parts, team_bwd, team_fwd
 from fusedmlp.kernels.softmax_wide import WideConfig, wide_bwd, wide_fwd
 
 

@@ -17,6 +17,14 @@ from torch import Tensor
 
 from fusedmlp.kernels import prepared
 from fusedmlp.kernels.launch import num_sms
+from fusedmlp.kernels.row_vectors import (
+    elements_per_vector,
+    ends_of_row,
+    inner_vectors,
+    longest_lead,
+    part_width,
+    row_start,
+)
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -64,42 +72,6 @@ def _take_task(work_ptr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _row_start(row, stride, VECTOR: tl.constexpr):
-    """(offset of the row's first element, rounded down to a line of 8 vectors, 128 bytes; what was cut off).
-
-    Where every row begins with a vector, nothing is cut off: sums run in the same order wherever a row lies, so equal
-    rows give equal bits. Other rows need vectors that begin before them, and their sums depend on how much before.
-    """
-    if VECTOR == 1:
-        return row * stride, tl.full((), 0, tl.int64)
-    else:
-        lead = tl.where(stride % VECTOR == 0, 0, row * stride % (8 * VECTOR))
-        return tl.multiple_of(row * stride - lead, VECTOR), lead
-
-
-@triton.jit
-def _inner(offs, low, high, VECTOR: tl.constexpr):
-    """Which elements lie in vectors that are whole between low and high: all or none of a vector, to the compiler."""
-    if VECTOR == 1:
-        return offs < high
-    else:
-        return (offs >= (low + VECTOR - 1) // VECTOR * VECTOR) & (offs < high // VECTOR * VECTOR)
-
-
-@triton.jit
-def _ends(low, high, VECTOR: tl.constexpr):
-    """(offsets of the elements of two vectors, the one that holds low and the one that holds high; which of them lie
-    between low and high and not in a whole vector)."""
-    lanes = tl.arange(0, 2 * VECTOR)
-    inner_low = (low + VECTOR - 1) // VECTOR * VECTOR
-    first = lanes < VECTOR
-    offs = tl.where(first, low // VECTOR * VECTOR + lanes, high // VECTOR * VECTOR + lanes - VECTOR)
-    # Both may be the same vector: then its elements count as the first one's.
-    mask = tl.where(first, (offs >= low) & (offs < inner_low), offs >= inner_low) & (offs < high)
-    return offs, mask
-
-
-@triton.jit
 def _zero_after(zero, value):
     """`zero`, but not before `value` is known: what depends on it is not computed while the program still waits.
 
@@ -125,19 +97,19 @@ def _softmax_fwd_team_kernel(
 ):  # fmt: skip
     """One program reads one part (width columns) of one row of x, shares its (max, sum), and writes that part of y."""
     row, part = _take_task(work_ptr, PARTS)
-    x_start, lead = _row_start(row, stride_xm, VECTOR)
-    y_start, _ = _row_start(row, stride_ym, VECTOR)
+    x_start, lead = row_start(row, stride_xm, VECTOR)
+    y_start, _ = row_start(row, stride_ym, VECTOR)
     first = part * width
     low = tl.maximum(lead - first, 0).to(tl.int32)
     high = tl.minimum(n_cols + lead - first, width).to(tl.int32)
     x_ptr += x_start + first
     y_ptr += y_start + first
     offs = tl.arange(0, BLOCK)
-    mask = _inner(offs, low, high, VECTOR)
+    mask = inner_vectors(offs, low, high, VECTOR)
 
     x = tl.load(x_ptr + offs, mask=mask, other=float("-inf"))
     if VECTOR > 1:
-        end_offs, end_mask = _ends(low, high, VECTOR)
+        end_offs, end_mask = ends_of_row(low, high, VECTOR)
         x_ends = tl.load(x_ptr + end_offs, mask=end_mask, other=float("-inf")).to(tl.float32)
     row_max = tl.max(x.to(tl.float32), axis=0)
     if VECTOR > 1:
@@ -169,9 +141,9 @@ def _softmax_bwd_team_kernel(
 ):  # fmt: skip
     """One program reads one part of one row of dy and y, shares its sum(y * dy), and writes that part of dx."""
     row, part = _take_task(work_ptr, PARTS)
-    dy_start, lead = _row_start(row, stride_dym, VECTOR)
-    y_start, _ = _row_start(row, stride_ym, VECTOR)
-    dx_start, _ = _row_start(row, stride_dxm, VECTOR)
+    dy_start, lead = row_start(row, stride_dym, VECTOR)
+    y_start, _ = row_start(row, stride_ym, VECTOR)
+    dx_start, _ = row_start(row, stride_dxm, VECTOR)
     first = part * width
     low = tl.maximum(lead - first, 0).to(tl.int32)
     high = tl.minimum(n_cols + lead - first, width).to(tl.int32)
@@ -179,12 +151,12 @@ def _softmax_bwd_team_kernel(
     y_ptr += y_start + first
     dx_ptr += dx_start + first
     offs = tl.arange(0, BLOCK)
-    mask = _inner(offs, low, high, VECTOR)
+    mask = inner_vectors(offs, low, high, VECTOR)
 
     y = tl.load(y_ptr + offs, mask=mask, other=0.0)
     dy = tl.load(dy_ptr + offs, mask=mask, other=0.0)
     if VECTOR > 1:
-        end_offs, end_mask = _ends(low, high, VECTOR)
+        end_offs, end_mask = ends_of_row(low, high, VECTOR)
         y_ends = tl.load(y_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
         dy_ends = tl.load(dy_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
     dot = tl.sum(y.to(tl.float32) * dy.to(tl.float32), axis=0)
@@ -242,24 +214,6 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: TeamConfig) -> None:
     )
 
 
-def elements_per_vector(tensors: tuple[Tensor, ...]) -> int:
-    """Elements in 16 bytes where rows begin or end between lines of 128 bytes, and alike in all tensors; else 1.
-
-    Where all rows begin and end at multiples of 16 elements, the compiler knows it and needs no help.
-    """
-    n_cols, vector = tensors[0].shape[1], 16 // tensors[0].element_size()
-    strides = [t.stride(0) for t in tensors]
-    if all(n % 16 == 0 for n in (n_cols, *strides)):
-        return 1
-    alike = len({stride % (8 * vector) for stride in strides}) == 1
-    return vector if alike and not any(t.data_ptr() % 16 for t in tensors) else 1
-
-
-def longest_lead(tensors: tuple[Tensor, ...], vector: int) -> int:
-    """Elements that `_row_start` may cut off in front of a row."""
-    return 0 if tensors[0].stride(0) % vector == 0 else 8 * vector - 1
-
-
 def max_parts(x: Tensor) -> int:
     """Programs that a team can have: all of them must be on the GPU at once. The interpreter runs one at a time."""
     if _INTERPRETER or not x.is_cuda:
@@ -283,8 +237,3 @@ def spread(config: TeamConfig, x: Tensor) -> TeamConfig:
 def work_area(x: Tensor, n_rows: int, parts: int) -> Tensor:
     """The number of tasks taken, then a word for each part, all 0; nothing where nobody waits."""
     return torch.zeros(1 + n_rows * parts, dtype=torch.int64, device=x.device) if parts > 1 else x
-
-
-def part_width(n_cols: int, parts: int) -> int:
-    """Columns of one part: equal shares, in multiples of 64 so that each begins where a line of 128 bytes may."""
-    return -(-n_cols // (64 * parts)) * 64

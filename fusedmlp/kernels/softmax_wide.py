@@ -11,26 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
-from fusedmlp.kernels.softmax_team import (
-    _collect,
-    _ends,
-    _inner,
-    _post,
-    _row_start,
-    _take_task,
+from fusedmlp.kernels.row_vectors import (
     elements_per_vector,
+    ends_of_row,
+    inner_vectors,
     longest_lead,
-    max_parts,
     part_width,
-    work_area,
+    row_start,
 )
+from fusedmlp.kernels.softmax_team import _collect, _post, _take_task, max_parts, work_area
 
 
 @triton.jit
 def _chunk(start, low, high, CHUNK: tl.constexpr, VECTOR: tl.constexpr):
     """Offsets of CHUNK elements of a row from `start` on, and which of them lie in whole vectors from low to high."""
     offs = start + tl.arange(0, CHUNK)
-    return offs, _inner(offs, low, high, VECTOR)
+    return offs, inner_vectors(offs, low, high, VECTOR)
 
 
 @triton.jit
@@ -40,8 +36,8 @@ def _softmax_fwd_wide_kernel(
 ):  # fmt: skip
     """One program reads one part (width columns) of one row of x, shares its (max, sum), and writes that part of y."""
     row, part = _take_task(work_ptr, PARTS)
-    x_start, lead = _row_start(row, stride_xm, VECTOR)
-    y_start, _ = _row_start(row, stride_ym, VECTOR)
+    x_start, lead = row_start(row, stride_xm, VECTOR)
+    y_start, _ = row_start(row, stride_ym, VECTOR)
     x_ptr += x_start
     y_ptr += y_start
     first = part * width
@@ -54,7 +50,7 @@ def _softmax_fwd_wide_kernel(
         lane_max = tl.maximum(lane_max, tl.load(x_ptr + offs, mask=mask, other=float("-inf")).to(tl.float32))
     row_max = tl.max(lane_max, axis=0)
     if VECTOR > 1:
-        end_offs, end_mask = _ends(low, high, VECTOR)
+        end_offs, end_mask = ends_of_row(low, high, VECTOR)
         x_ends = tl.load(x_ptr + end_offs, mask=end_mask, other=float("-inf")).to(tl.float32)
         row_max = tl.maximum(row_max, tl.max(x_ends, axis=0))
 
@@ -93,9 +89,9 @@ def _softmax_bwd_wide_kernel(
 ):  # fmt: skip
     """One program reads one part of one row of dy and y, shares its sum(y * dy), and writes that part of dx."""
     row, part = _take_task(work_ptr, PARTS)
-    dy_start, lead = _row_start(row, stride_dym, VECTOR)
-    y_start, _ = _row_start(row, stride_ym, VECTOR)
-    dx_start, _ = _row_start(row, stride_dxm, VECTOR)
+    dy_start, lead = row_start(row, stride_dym, VECTOR)
+    y_start, _ = row_start(row, stride_ym, VECTOR)
+    dx_start, _ = row_start(row, stride_dxm, VECTOR)
     dy_ptr += dy_start
     y_ptr += y_start
     dx_ptr += dx_start
@@ -110,7 +106,7 @@ def _softmax_bwd_wide_kernel(
         lane_dot += y * tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     dot = tl.sum(lane_dot, axis=0)
     if VECTOR > 1:
-        end_offs, end_mask = _ends(low, high, VECTOR)
+        end_offs, end_mask = ends_of_row(low, high, VECTOR)
         y_ends = tl.load(y_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
         dy_ends = tl.load(dy_ptr + end_offs, mask=end_mask, other=0.0).to(tl.float32)
         dot += tl.sum(y_ends * dy_ends, axis=0)

@@ -10,7 +10,7 @@ from oracle import assert_within
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fusedmlp.kernels import softmax, softmax_team, softmax_wide
+from fusedmlp.kernels import row_vectors, softmax, softmax_team, softmax_wide
 from fusedmlp.kernels.softmax import RowsConfig, softmax_bwd, softmax_fwd
 from fusedmlp.kernels.softmax_team import MAX_PARTS, TeamConfig
 from fusedmlp.kernels.softmax_wide import WideConfig
@@ -240,10 +240,10 @@ def test_a_team_whose_words_are_there_before(monkeypatch, dtype, n_cols, poisone
     x = torch.randn(5, n_cols).to(dtype)
     x[1, : n_cols // 2] = -math.inf
     dy, y = torch.randn_like(x), torch.softmax(x, 1)
-    vector = softmax_team.elements_per_vector((x,))
-    extent = n_cols + softmax_team.longest_lead((x,), vector)
+    vector = row_vectors.elements_per_vector((x,))
+    extent = n_cols + row_vectors.longest_lead((x,), vector)
     parts = -(-extent // 1024)
-    width = softmax_team.part_width(extent, parts)
+    width = row_vectors.part_width(extent, parts)
     # Where in its row each element of a part is: parts are counted from the beginning of a 128-byte line, unless all
     # rows begin with a vector.
     leads = torch.arange(5) * n_cols % (8 * vector) if n_cols % vector else torch.zeros(5, dtype=torch.int64)
