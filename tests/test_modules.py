@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import raises
+from replace.models import Adapter
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -99,18 +100,6 @@ def test_torch_jit_trace():
     for impl in ("auto", "native"):
         mlp, x = FusedMLP(8, impl=impl), torch.randn(3, 8)
         torch.testing.assert_close(torch.jit.trace(mlp, x)(x), mlp(x))
-
-
-class Adapter(nn.Module):
-    """As LoRA's: it wraps a linear layer and has its weight and bias."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.extra = base, nn.Linear(base.in_features, base.out_features)
-        self.weight, self.bias = base.weight, base.bias
-
-    def forward(self, x):
-        return self.base(x) + self.extra(x)
 
 
 def adapter(mlp):

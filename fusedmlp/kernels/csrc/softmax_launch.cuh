@@ -39,10 +39,9 @@ cudaError_t allow_cluster(void (*kernel)(Parameters...), int cluster, int shared
   const void* function = reinterpret_cast<const void*>(kernel);
   cudaError_t error = cudaSuccess;
   if (cluster > 8) error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error == cudaSuccess && shared_bytes > 48 << 10) {
-    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  }
-  if (error != cudaSuccess || shared_bytes < 16 << 10) return error;
+  if (error != cudaSuccess || shared_bytes <= 48 << 10) return error;
+  error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
   // What the driver sets apart by itself has room for fewer such blocks than a multiprocessor could run.
   return cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
