@@ -4,8 +4,11 @@
     python scripts/bench_auto.py --out DIR --impls native triton cuda compiled   # compiled is a candidate too
 
 For each cell, forward alone (no_grad) and forward and backward: the first call of auto in a fresh table (with the
-kernels' compilation, and a second time without), then auto and every implementation in turns. `slower` is auto's time
-over the best single one's. Choices are made in a table of its own. Writes auto.json and auto.md to --out.
+kernels' compilation, and a second time without), then auto and every implementation in turns, timed as the bench tables
+are: what their kernels take, captured in a CUDA graph or, with --launched, called one by one. `slower` is auto's time
+over the best single one's; `same` is that of the implementation that auto chose over auto's, which is the same code:
+how far from 1 it is says what a difference is worth. `auto's` are the times that auto measured itself when it chose.
+Choices are made in a table of its own. Writes auto.json and auto.md to --out.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,8 @@ import torch
 from torch import Tensor
 
 from fusedmlp import auto, impls
+from fusedmlp.auto.call import REPLAYED
+from fusedmlp.bench.clock import Pace, in_turns
 from fusedmlp.profiling import timing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,19 +102,26 @@ def measure(cell: Cell, backward: bool, args: argparse.Namespace) -> dict[str, A
     # Not the first kernel of the process: libraries load theirs when they are first used.
     function["native"]()
     first = first_use_s(function["auto"], args.device)
-    (choice,) = set(auto.used().values())
     auto.clear()
     again = first_use_s(function["auto"], args.device)
-    (second_choice,) = set(auto.used().values())
+    with nullcontext() if args.launched else auto.replayed():
+        function["auto"]()
+        # That of the replay, where there are both, is longer.
+        key, choice = max(auto.used().items(), key=lambda item: len(item[0]))
+        if args.device == "cuda" and not args.launched:
+            function = {name: timing.captured(one) for name, one in function.items()}
     times = side_by_side(function, args)
     best = min((name for name in times if name != "auto"), key=lambda name: times[name])
+    known = next(iter(auto.choices().values()), {})
+    entry = known.get(key) or known.get(key.removesuffix(REPLAYED))
     row: dict[str, Any] = {
-        "cell": str(cell), "direction": "forward and backward" if backward else "forward", "choice": second_choice,
-        "first choice": choice, "best": best, "slower": times["auto"] / times[best], "first use s": first,
-        "compiled kernels s": again,
+        "cell": str(cell), "direction": "forward and backward" if backward else "forward", "choice": choice,
+        "best": best, "slower": times["auto"] / times[best], "same": times[choice] / times["auto"],
+        "first use s": first, "compiled kernels s": again,
     }  # fmt: skip
     auto.forget()
-    return row | {f"{name} ms": ms for name, ms in times.items()}
+    row |= {f"{name} ms": ms for name, ms in times.items()}
+    return row | {"auto's": ", ".join(f"{name} {ms:.4g}" for name, ms in entry.ms.items()) if entry else None}
 
 
 def usable(args: argparse.Namespace) -> list[str]:
@@ -145,8 +158,9 @@ def first_use_s(function: Callable[[], Any], device: str) -> float:
 
 def side_by_side(functions: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, float]:
     if args.device == "cuda":
-        found = timing.time_side_by_side(functions, args.rounds, warmup_ms=args.settle, rep_ms=args.rep)
-        return {name: t.p50 for name, t in found.items()}
+        pace = Pace(args.rounds, args.settle, args.rep)
+        found = in_turns(functions, torch.device("cuda", torch.cuda.current_device()), pace)
+        return {name: measured.timing.p50 for name, measured in found.items()}
     return {name: 1e3 * first_use_s(function, args.device) for name, function in functions.items()}
 
 
@@ -157,7 +171,9 @@ def synchronize(device: str) -> None:
 
 def record(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if args.device == "cuda":
-        timing.write_record(args.out, "auto", {"auto": rows}, {"candidates": args.impls or "default"})
+        timing.write_record(
+            args.out, "auto", {"auto": rows}, {"candidates": args.impls or "default", "captured": not args.launched}
+        )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -167,9 +183,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--op", nargs="*", default=ops, choices=ops)
     parser.add_argument("--match", help="only cells whose name contains this")
     parser.add_argument("--impls", nargs="*", help="candidates; by default what auto measures by itself")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--launched", action="store_true", help="calls one by one instead of captured ones")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--settle", type=int, default=30, help="ms of running before measuring, per round")
-    parser.add_argument("--rep", type=int, default=25, help="ms of measuring, per round")
+    parser.add_argument("--rep", type=int, default=10, help="ms of measuring, per round")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args(arguments)
 

@@ -1,5 +1,6 @@
 """impl=auto: what is measured when, what is chosen, and what is said of it."""
 
+import functools
 import logging
 import sys
 import threading
@@ -407,18 +408,41 @@ def test_what_cannot_be_captured_is_left_for_replays_only(monkeypatch):
     assert entry.left == {"c": "wrong", "b": "RuntimeError: operation not permitted when stream is capturing"}
 
 
-def test_turns_are_taken_and_the_first_third_of_each_does_not_count():
-    order = []
+def turns_of(steady_ms):
+    """Times and turns (name, calls) of functions that take `steady_ms`, and longer while the clock settles."""
+    turns = []
 
     def clock(function, count):
-        order.append((function(), count))
-        # Slow while the clock settles.
-        return [100.0 if i < count // 3 else {"a": 4.0, "b": 8.0}[function()] for i in range(count)]
+        turns.append((function(), count))
+        return [100.0 if count > 1 and i < count // 2 else steady_ms[function()] for i in range(count)]
 
-    assert measure.in_turns({"a": lambda: "a", "b": lambda: "b"}, clock) == {"a": 4.0, "b": 8.0}
-    assert [name for name, _ in order] == ["a", "b"] * (measure.ROUNDS + 1)
-    counts = dict(order[2:])
+    return measure.in_turns({name: functools.partial(str, name) for name in steady_ms}, clock), turns
+
+
+def test_rivals_take_turns_and_the_first_half_of_each_does_not_count():
+    times, turns = turns_of({"a": 8.0, "b": 8.5})
+    assert times == {"a": 8.0, "b": 8.5}
+    # One call each to learn the length of a turn; then nobody always follows the same other.
+    assert [name for name, _ in turns[:2]] == ["a", "b"]
+    assert "".join(name for name, _ in turns[2:]) == "abba" * (measure.ROUNDS // 2)
+    counts = dict(turns[2:])
     assert counts["a"] > counts["b"] >= measure.CALLS[0]
+
+
+def test_one_that_is_far_behind_is_timed_once_and_leaves_its_time_to_the_rivals():
+    times, turns = turns_of({"a": 6.0, "slow": 12.0, "b": 6.1})
+    assert times == {"a": 6.0, "slow": 12.0, "b": 6.1}
+    assert [name for name, _ in turns[3:]] == [
+        "a",
+        "slow",
+        "b",
+        *["b", "a", "a", "b", "b", "a"][: 2 * (measure.ROUNDS - 1)],
+    ]
+    assert turns[-1][1] > dict(turns[3:6])[turns[-1][0]]
+
+
+def test_a_winner_without_rivals_ends_the_measurement():
+    assert [name for name, _ in turns_of({"a": 4.0, "b": 8.0})[1]] == ["a", "b", "a", "b"]
 
 
 @pytest.mark.parametrize(

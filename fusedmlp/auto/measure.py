@@ -16,7 +16,8 @@ from fusedmlp.auto.call import Call
 from fusedmlp.auto.table import Entry
 
 BUDGET_S = 0.4
-ROUNDS = 3
+ROUNDS = 4
+RIVALS = 0.1  # after each round those stay that are slower by less than this share
 LONG_MS = 1.0
 CALLS = (3, 40)  # per implementation and round, at least and at most
 
@@ -151,16 +152,24 @@ def _replay(function: Callable[[], Any], device: torch.device) -> Callable[[], A
 def in_turns(functions: dict[str, Callable[[], Any]], clock: Clock) -> dict[str, float]:
     """Median ms of each function. They take turns, so that a clock that drifts favours none.
 
-    In each turn a function runs alone for a while, and the first third of it does not count: a GPU at its power limit
-    needs that while to settle on the clock that goes with it.
+    In each turn a function runs alone for a while, and the first half of it does not count: a GPU at its power limit
+    needs tens of ms to settle on the clock that goes with it. The order turns round after every round, so that none
+    always follows the same other. One that is far behind has its time after one round, and the rivals share what is
+    left: those are the ones that have to be told apart, by a few percent.
     """
     first = {name: clock(function, 1)[0] for name, function in functions.items()}
-    slice_ms = 1e3 * BUDGET_S / ROUNDS / max(len(functions), 1)
-    counts = {name: min(max(int(slice_ms / max(ms, 1e-3)), CALLS[0]), CALLS[1]) for name, ms in first.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
+    rivals = list(functions)
     for _ in range(ROUNDS):
-        for name, function in functions.items():
-            times[name] += clock(function, counts[name])[counts[name] // 3 :]
+        slice_ms = 1e3 * BUDGET_S / ROUNDS / max(len(rivals), 1)
+        for name in rivals:
+            count = min(max(int(slice_ms / max(first[name], 1e-3)), CALLS[0]), CALLS[1])
+            times[name] += clock(functions[name], count)[count // 2 :]
+        found = {name: statistics.median(times[name]) for name in rivals}
+        limit = (1 + RIVALS) * min(found.values(), default=0.0)
+        rivals = [name for name in reversed(rivals) if found[name] <= limit]
+        if len(rivals) < 2:
+            break
     return {name: statistics.median(values) for name, values in times.items()}
 
 
