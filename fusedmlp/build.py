@@ -43,6 +43,11 @@ def load() -> None:
         _loaded = path
 
 
+def loaded() -> bool:
+    """Whether this process has the kernels."""
+    return _loaded is not None
+
+
 def visible_archs() -> list[int]:
     """Compute capabilities of this machine's GPUs, times ten: [90]."""
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))

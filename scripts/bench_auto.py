@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmlp import auto, impls
+from fusedmlp import auto, build, impls
 from fusedmlp.auto.call import REPLAYED
 from fusedmlp.bench.clock import Pace, in_turns
 from fusedmlp.profiling import timing
@@ -75,6 +75,9 @@ CELLS = [
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
+        # Built, and loaded, from the usual cache.
+        if impls.unavailable("cuda") is None:
+            build.load()
         os.environ["FUSEDMLP_CACHE"] = folder
         if args.impls:
             os.environ["FUSEDMLP_AUTO_IMPLS"] = ",".join(args.impls)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedmlp
-from fusedmlp import auto
+from fusedmlp import auto, build, impls
 from fusedmlp.profiling import timing
 
 MODES = ("eager", "compiled", "captured")
@@ -217,6 +217,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
+        # Built, and loaded, from the usual cache.
+        if impls.unavailable("cuda") is None:
+            build.load()
         os.environ["FUSEDMLP_CACHE"] = folder
         rows = []
         for name in args.models:

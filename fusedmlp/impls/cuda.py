@@ -38,7 +38,7 @@ def unavailable() -> str | None:
 
 def built() -> bool:
     """Whether the kernels are built; impl=auto does not wait for nvcc."""
-    return build.find(build.visible_archs()) is not None
+    return build.loaded() or build.find(build.visible_archs()) is not None
 
 
 def _load_kernels() -> None:
