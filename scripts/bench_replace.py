@@ -9,6 +9,7 @@ against float64 on a small batch (`verify=True`). Then the model and its replace
     eager      as it is
     compiled   every transformer block with torch.compile
     captured   the whole step, forward, backward and AdamW, replayed from a CUDA graph
+    compiled+captured   both: compiled blocks, launched without the host
 
 bf16 autocast, AdamW (fused). Memory is what a step allocates at most on top of parameters, gradients and optimizer.
 Writes replace.json and replace.md to --out and prints the table. Choices of impl=auto are made in a fresh table.
@@ -33,7 +34,7 @@ import fusedmlp
 from fusedmlp import auto, build, impls
 from fusedmlp.profiling import timing
 
-MODES = ("eager", "compiled", "captured")
+MODES = ("eager", "compiled", "captured", "compiled+captured")
 
 
 class Classifier(nn.Module):
@@ -173,11 +174,12 @@ def measure(name: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     for label, model in (("before", before), ("after", after)):
         # In a copy: what accumulates a gradient stays on the stream of its first backward pass; a capture forbids it.
         memory[label] = peak_mib(copy.deepcopy(model), x, targets)
-        if mode == "compiled":
+        if "compiled" in mode:
             for block in blocks(model):
                 block.compile()
-            memory[label] = peak_mib(model, x, targets)
-        steps[label] = make_step(model, x, targets, mode == "captured")
+            # A backward pass before the capture would be on another stream.
+            memory[label] = peak_mib(model, x, targets) if mode == "compiled" else None
+        steps[label] = make_step(model, x, targets, "captured" in mode)
         step_ms(steps[label], 3, x.is_cuda)
     ready_s = time.perf_counter() - began
     times: dict[str, list[float]] = {label: [] for label in steps}
