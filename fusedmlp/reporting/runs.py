@@ -60,6 +60,13 @@ class Run:
                 return kind, float(self.fields[name])
         return None
 
+    @property
+    def early_loss(self) -> tuple[int, float] | None:
+        """How many first steps, and their mean training loss in nats per token."""
+        early = self.fields.get("early_train_loss") or {}
+        steps, loss = early.get("steps"), early.get("loss")
+        return (steps, float(loss)) if isinstance(steps, int) and isinstance(loss, int | float) else None
+
     def keys(self) -> list[str]:
         """The keys of its overrides that say what is run."""
         return [key for key in self.overrides if key != "dim" and not key.startswith(_BOOKKEEPING)]
@@ -159,6 +166,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "status": (str,), "overrides": (list,), "steps": (int,), "final_train_loss": (int, float),
     "final_val_loss": (int, float), "peak_memory_gib": (int, float),
     **dict.fromkeys(("environment", "git", "throughput", "cuda_graph", "trace", "seconds", "data"), (dict,)),
+    "early_train_loss": (dict,),
 }  # fmt: skip
 _SECTIONS: dict[str, tuple[type, ...]] = dict.fromkeys(("model", "data", "trainer"), (dict,))
 

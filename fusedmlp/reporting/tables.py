@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusedmlp.reporting import machines
-from fusedmlp.reporting.agreement import agrees, difference, final_loss
+from fusedmlp.reporting.agreement import agrees, difference, early_difference, final_loss, parted
 from fusedmlp.reporting.cells import Cell, Group, Spread, title
 from fusedmlp.reporting.verdict import separated
 
@@ -126,7 +126,11 @@ def _agreement(group: Group, cell: Cell) -> Entry:
     answer, apart = agrees(group, cell), difference(group, cell)
     if answer is None or apart is None:
         return Entry(UNKNOWN)
-    return Entry(f"{'yes' if answer else 'no'}, {100 * apart:+.2f} %", abs(apart), "" if answer else "bad")
+    text = f"{'yes' if answer else 'no'}, {100 * apart:+.2f} %"
+    early = early_difference(group, cell)
+    if early is not None and (parted(group, cell) or not answer):
+        text = f"{'at first' if answer else 'no'}, {100 * early:+.2f} %; at the end {100 * apart:+.2f} %"
+    return Entry(text, abs(apart), "" if answer else "bad")
 
 
 def digits(value: float, significant: int = 3) -> str:

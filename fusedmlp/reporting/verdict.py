@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusedmlp.reporting.agreement import agrees
+from fusedmlp.reporting.agreement import agrees, difference, parted
 from fusedmlp.reporting.cells import Cell, Group, Spread, title
 
 RULE = (
@@ -37,6 +37,9 @@ def judge(group: Group) -> Verdict:
     winner, text = _ranking(group, ranked)
     others = [cell for cell in group.cells if cell not in ranked]
     wrong = [cell for cell in others if cell.completed and cell.step_ms]
+    apart = [f"{cell.impl} {100 * (difference(group, cell) or 0.0):+.1f} %" for cell in ranked if parted(group, cell)]
+    if apart:
+        text += f"; losses that began as native's and ended apart: {', '.join(apart)}"
     if wrong:
         named = ", ".join(f"{cell.impl} ({_median(cell):.3g} ms)" for cell in wrong)
         text += f"; left out, because the final loss is not native's: {named}"

@@ -76,9 +76,9 @@ class DeviceMetrics:
         finally:
             self._weights = weights
 
-    def read(self) -> Reading:
-        """Starts the copy of all sums to the host and begins a new interval."""
-        weights, self._weights = self._weights, dict.fromkeys(self._weights, 0.0)
+    def read(self, go_on: bool = False) -> Reading:
+        """Starts the copy of all sums to the host and begins a new interval, or goes on with this one."""
+        weights = dict(self._weights)
         sums, work, event = self._sums, None, None
         if self._world_size > 1:
             weights = {name: weight * self._world_size for name, weight in weights.items()}
@@ -94,5 +94,7 @@ class DeviceMetrics:
             event.record(torch.cuda.current_stream(sums.device))
         else:
             host = sums if work is not None else sums.clone()
-        self._sums.zero_()
+        if not go_on:
+            self._sums.zero_()
+            self._weights = dict.fromkeys(weights, 0.0)
         return Reading(host, weights, event, work)

@@ -23,6 +23,9 @@ from fusedmlp.training.throughput import Cost, Durations, Step, StepClock, Throu
 
 Row = dict[str, float]
 
+# The loss of the first steps is kept: before rounding has carried far, equal computations have equal losses.
+EARLY_STEPS = 5
+
 
 class Sink(Protocol):
     """Takes rows as they arrive. `write` gets at least "step"; `tick` is called after every optimizer step."""
@@ -55,12 +58,18 @@ class Monitor(Callback):
         cost: of a sample, and the peak rate that MFU is taken against.
     Attributes:
         last: the most recent value of every metric.
+        early_loss: mean training loss of the first `early_steps` steps; None if the run began later, ended earlier, or
+            had something to write before.
         started: when the loop began, by `time.perf_counter`; None before.
     """
 
     def __init__(self, options: TrainerOptions, sinks: Sequence[Sink], cost: Cost):
         self.options, self.sinks, self.cost = options, sinks, cost
         self.last: Row = {}
+        self.early_steps = min(EARLY_STEPS, options.log_every)
+        self.early_loss: float | None = None
+        self._early: Reading | None = None
+        self._began = 0
         self.started: float | None = None
         self._pending: deque[Pending] = deque()
         self._durations = Durations()
@@ -69,6 +78,7 @@ class Monitor(Callback):
 
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock = StepClock(task.device)
+        self._began = trainer.global_step
         if task.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(task.device)
         # A wait begins when the loop asks for a batch, and ends when on_train_batch_start has it on the device.
@@ -86,6 +96,8 @@ class Monitor(Callback):
             return
         step = trainer.global_step
         self.clock.tick()
+        if step == self.early_steps and self._began == self._samples == 0:
+            self._early = task.train_metrics.read(go_on=True)
         if step % self.options.log_every == 0 or step == self.options.max_steps:
             self._request(step, task)
         self._write_arrived()
@@ -116,13 +128,20 @@ class Monitor(Callback):
         self._pending.append(Pending(row, task.train_metrics.read(), steps, samples, tokens))
 
     def _write_arrived(self) -> None:
+        if self._early is not None and self._early.ready():
+            self._take_early(self._early)
         while self._pending and self._pending[0].reading.ready():
             self._write(self._pending.popleft())
 
     def flush(self) -> None:
         """Waits for all rows that were requested and writes them. Raises: Diverged."""
+        if self._early is not None:
+            self._take_early(self._early)
         while self._pending:
             self._write(self._pending.popleft())
+
+    def _take_early(self, reading: Reading) -> None:
+        self._early, self.early_loss = None, reading.means().get("train/loss")
 
     def give_up(self) -> None:
         """Writes the rows that have arrived; what they wait for may never come."""

@@ -313,6 +313,7 @@ class Run:
         }
         self.result.write(
             steps=self.trainer.global_step,
+            early_train_loss={"steps": monitor.early_steps, "loss": monitor.early_loss},
             final_train_loss=monitor.last.get("train/loss"),
             final_val_loss=monitor.last.get("val/loss"),
             throughput=dataclasses.asdict(throughput) if throughput else None,

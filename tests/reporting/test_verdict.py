@@ -79,6 +79,15 @@ def test_an_impl_with_another_loss_does_not_win(judged):
     assert verdict.text.endswith("left out, because the final loss is not native's: cuda (1 ms).")
 
 
+def test_one_whose_loss_parted_later_is_ranked_and_named(judged):
+    early = {"steps": 5, "loss": 4.5}
+    native = [result("native", step_ms=ms, early_train_loss=early) for ms in (10.0, 10.1)]
+    cuda = [result("cuda", step_ms=ms, early_train_loss=early, final_train_loss=2.94) for ms in (5.0, 5.1)]
+    verdict = judged({}, *native, *cuda)
+    assert verdict.winner == "cuda"
+    assert verdict.text.endswith("; losses that began as native's and ended apart: cuda -2.0 %.")
+
+
 def test_who_is_missing_is_named(judged):
     assert judged({"native": [10.0]}, failed("cuda")).text == (
         "mlp, dim 512: only native has been measured, 10 ms a step; did not complete: cuda."
@@ -105,11 +114,20 @@ def test_nothing_completed(judged):
         ("bf16-true", {"final_val_loss": 3.0}, None),  # validation against training loss
         ("bf16-true", {"final_train_loss": None}, None),
         ("bf16-true", {"status": "diverged"}, None),
+        # What began alike may part further.
+        ("bf16-true", {"final_train_loss": 3.2, "early_train_loss": {"steps": 5, "loss": 4.515}}, True),
+        ("bf16-true", {"final_train_loss": 3.2, "early_train_loss": {"steps": 5, "loss": 4.52}}, False),
+        ("bf16-true", {"final_train_loss": 3.24, "early_train_loss": {"steps": 5, "loss": 4.5}}, False),
+        ("bf16-true", {"final_train_loss": 3.2, "early_train_loss": {"steps": 2, "loss": 4.5}}, False),
+        ("bf16-true", {"final_train_loss": 3.2, "early_train_loss": {"steps": 5, "loss": None}}, False),
+        ("bf16-true", {"final_train_loss": 3.2, "early_train_loss": "edited"}, False),
+        ("32-true", {"final_train_loss": 3.014, "early_train_loss": {"steps": 5, "loss": 4.5004}}, True),
+        ("32-true", {"final_train_loss": 3.014, "early_train_loss": {"steps": 5, "loss": 4.501}}, False),
     ],
 )
 def test_agreement_of_losses(tmp_path, precision, changes, answer):
     precision, _, device = precision.partition("-c")
-    runs = [result("native"), result("triton", **changes)]
+    runs = [result("native", early_train_loss={"steps": 5, "loss": 4.5}), result("triton", **changes)]
     for run in runs:
         run["environment"] = {**H200, "device": "cpu" if device else "cuda"}
     (one,) = group(load([write_sweep(tmp_path / "sweep", runs, trainer={"precision": precision})]))

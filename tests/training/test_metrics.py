@@ -29,6 +29,16 @@ def test_a_reading_keeps_its_values_while_the_next_interval_goes_on():
     assert reading.means() == {"a": 1.0}
 
 
+def test_an_interval_can_go_on_after_a_reading():
+    metrics = DeviceMetrics(("a",), CPU)
+    metrics.add("a", torch.tensor(1.0))
+    early = metrics.read(go_on=True)
+    metrics.add("a", torch.tensor(4.0))
+    assert early.means() == {"a": 1.0}
+    assert metrics.read().means() == {"a": 2.5}
+    assert metrics.read().means() == {}
+
+
 def test_low_precision_values_are_summed_in_fp32():
     metrics = DeviceMetrics(("a",), CPU)
     for _ in range(1000):

@@ -54,6 +54,22 @@ def test_a_run_records_itself(tmp_path):
     assert found["final_val_loss"] == float(curve(folder, "val/loss")[8])
 
 
+def test_the_loss_of_the_first_steps_is_kept_whatever_is_logged(tmp_path):
+    for every in (1, 4, 50):
+        train(tmp_path / str(every), "trainer.max_steps=7", f"trainer.log_every={every}")
+    every_step = [float(value) for value in curve(tmp_path / "1").values()]
+    early = {every: result(tmp_path / str(every))["early_train_loss"] for every in (1, 4, 50)}
+    assert early[1] == {"steps": 1, "loss": every_step[0]}
+    assert early[4] == {"steps": 4, "loss": pytest.approx(sum(every_step[:4]) / 4, rel=1e-6)}
+    assert early[50] == {"steps": 5, "loss": pytest.approx(sum(every_step[:5]) / 5, rel=1e-6)}
+    assert float(curve(tmp_path / "50")[7]) == pytest.approx(sum(every_step) / 7, rel=1e-6), "and the interval went on"
+
+
+def test_a_run_that_ends_before_has_no_loss_of_the_first_steps(tmp_path):
+    train(tmp_path / "run", "trainer.max_steps=3", "trainer.log_every=50")
+    assert result(tmp_path / "run")["early_train_loss"] == {"steps": 5, "loss": None}
+
+
 def test_the_last_step_is_validated_though_it_is_no_multiple(tmp_path):
     train(tmp_path / "run", "trainer.max_steps=5", "trainer.val_every=2")
     assert list(curve(tmp_path / "run", "val/loss")) == [2, 4, 5]
