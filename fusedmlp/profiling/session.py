@@ -121,6 +121,10 @@ class Session:
             return {"file": relaunch.report_file(self.options.tool, self.folder)}
         if not self._tool.file.exists():
             return {"file": None}
+        assert self._window is not None
+        if not self._window.recorded:
+            # It holds no whole step, and what the end of the run did would pass for one.
+            return {"file": self._tool.file}
         analysis = report.analyse_file(self._tool.file, unprofiled_step_ms)
         report.write_kernels(analysis, self.folder / report.KERNELS_FILE)
         self.artifacts = [self._tool.file, self.folder / report.KERNELS_FILE]

@@ -10,6 +10,7 @@ from training.runs import fits, result, train
 
 from fusedmlp.profiling import torch_tool, trace
 from fusedmlp.profiling.__main__ import main
+from fusedmlp.training.checkpoint import Checkpoints
 
 pytestmark = fits
 
@@ -90,6 +91,23 @@ def test_a_run_that_breaks_in_the_window_leaves_what_was_recorded(tmp_path, monk
     assert saved["recorded_steps"] == 2
     assert (tmp_path / "run" / "trace.json.gz").exists()
     assert not list((tmp_path / "run").glob("*partial*"))
+
+
+def test_what_a_run_does_as_it_is_stopped_is_not_taken_for_a_step(tmp_path, monkeypatch):
+    end = Checkpoints.on_train_batch_end
+
+    def asked(self, trainer, module, *rest):
+        # Between the window's opening and its first step, where the checkpoint is written then.
+        if trainer.global_step == 2:
+            self.peers.stop.received = 15
+        end(self, trainer, module, *rest)
+
+    monkeypatch.setattr(Checkpoints, "on_train_batch_end", asked)
+    assert train(tmp_path / "run", *WINDOW).status == "interrupted"
+    saved = result(tmp_path / "run")["trace"]
+    assert saved["recorded_steps"] == 0
+    assert saved["reason"] == "the run ended before the window's first step did"
+    assert "sentence" not in saved
 
 
 def test_a_trace_that_cannot_be_written(tmp_path, monkeypatch):
