@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from python_path import ROOT, python_path
 
 from fusedmlp.profiling import nsight, relaunch
 from fusedmlp.profiling.nsight import NsightTool
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "dim=32", "model.num_layers=2", "data=synthetic", "data.num_tokens=20000", "data.batch_size=8",
     "data.val_batches=2", "logger=none", "trainer.accelerator=cpu", "trainer.val_every=0", "trainer.max_steps=6",
@@ -183,7 +183,10 @@ def test_signals_are_handed_on(tmp_path):
         f"sys.exit(relaunch._run([{str(child)!r}], os.environ))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": python_path()},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

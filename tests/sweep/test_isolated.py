@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import ROOT, python_path
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "model.num_layers=2", "data=synthetic", "data.num_tokens=20000", "data.batch_size=8", "data.val_batches=2",
     "trainer.warmup_steps=2", "trainer.log_every=1", "trainer.val_every=0", "trainer.accelerator=cpu",
@@ -41,7 +41,7 @@ def start(tmp_path):
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    environment |= {"PYTHONPATH": python_path(Path(__file__).parent)}
     environment.pop("TRITON_INTERPRET", None)
 
     def begin(*arguments: str, **variables: str) -> subprocess.Popen:

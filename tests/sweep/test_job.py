@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from python_path import ROOT, python_path
 
 from fusedmlp.sweep.job import Ended, Signals, Started, environment_of, run_process
 
-ROOT = Path(__file__).parents[2]
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
 SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 
@@ -132,7 +132,7 @@ print("begun", waited > 0.5, GATE in os.environ, flush=True)
 
 
 def held(code: str = HELD) -> Started:
-    return Started([sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}, held=True)
+    return Started([sys.executable, "-c", code], os.environ | {"PYTHONPATH": python_path()}, held=True)
 
 
 def test_a_held_job_begins_when_it_is_let_go(tmp_path):
@@ -169,7 +169,7 @@ print(started.process.pid, flush=True)
 time.sleep(600)
 """
     holder = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": python_path()}, stdout=subprocess.PIPE, text=True
     )
     pid = int(holder.stdout.readline())
     holder.kill()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from python_path import ROOT, python_path
 from torch.distributed import TCPStore
 
 TIMEOUT_S = 400
@@ -26,8 +27,7 @@ def train_all(runs: list[dict], **environment: str) -> str:
     tasks = json.dumps([run | {"port": store.port} for run, store in zip(runs, stores, strict=True)])
     world_size = max(run["world_size"] for run in runs)
     command = [sys.executable, "-W", "error::UserWarning:fusedmlp", __file__, tasks]
-    paths = os.pathsep.join([str(Path(__file__).parents[3]), str(Path(__file__).parents[2])])
-    shared = os.environ | environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    shared = os.environ | environment | {"PYTHONPATH": python_path(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     if not ON_GPUS:
         shared["CUDA_VISIBLE_DEVICES"] = ""
     ranks = [

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_path import ROOT, python_path
 from training.distributed.pair import ACCELERATOR, ON_GPUS
 
-ROOT = Path(__file__).parents[3]
 TINY = (
     "dim=32", "model.num_layers=2", "data=synthetic", "data.num_tokens=20000", "data.batch_size=8", "logger=none",
     "trainer.warmup_steps=2", "trainer.log_every=1", "trainer.val_every=0", ACCELERATOR,
@@ -36,7 +36,7 @@ def start(tmp_path):
     mark = f"FUSEDMLP_TEST={tmp_path}"
     environment = os.environ | {
         "FUSEDMLP_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "FUSEDMLP_TEST": str(tmp_path),
+        "PYTHONPATH": python_path(ROOT / "tests"), "FUSEDMLP_TEST": str(tmp_path),
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     if not ON_GPUS:
