@@ -20,7 +20,7 @@ class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a token sees itself and what precedes it.
 
     Args:
-        dim, num_heads, context: D, H and the longest T.
+        dim, num_heads: D and H.
         attention: "softmax" materialises the (T, T) scores and calls the softmax op, so that `impl` decides; "sdpa" is
             PyTorch's fused `scaled_dot_product_attention`.
         bias: of both projections.
@@ -28,15 +28,11 @@ class CausalSelfAttention(nn.Module):
     Shape: x (B, T, D) -> (B, T, D).
     """
 
-    causal: Tensor
-
-    def __init__(self, dim: int, num_heads: int, context: int, attention: str, bias: bool, impl: str):
+    def __init__(self, dim: int, num_heads: int, attention: str, bias: bool, impl: str):
         super().__init__()
         self.num_heads, self.attention, self.impl = num_heads, attention, impl
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
         self.proj = nn.Linear(dim, dim, bias=bias)
-        mask = torch.ones(context, context, dtype=torch.bool).triu(1) if attention == "softmax" else None
-        self.register_buffer("causal", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
@@ -46,19 +42,22 @@ class CausalSelfAttention(nn.Module):
         if self.attention == "sdpa":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # (B, H, T, T)
-            scores = scores.masked_fill(self.causal[:T, :T], -math.inf)
-            y = functional.softmax(scores, -1, impl=self.impl) @ v
+            q, k, v = (part.reshape(-1, T, part.shape[-1]) for part in (q, k, v))  # (B H, T, D/H)
+            # The product adds to the mask: filling the scores would take a pass over them, and another one backward,
+            # though the gradient of what the softmax has made 0 is 0.
+            mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+            scores = torch.baddbmm(mask.expand(len(q), T, T), q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+            y = (functional.softmax(scores, -1, impl=self.impl) @ v).view(B, self.num_heads, T, -1)
         return self.proj(y.transpose(1, 2).reshape(B, T, D))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, dim: int, num_heads: int, context: int, attention: str, approximate: str, bias: bool, impl: str):
+    def __init__(self, dim: int, num_heads: int, attention: str, approximate: str, bias: bool, impl: str):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, bias=bias)
-        self.attention = CausalSelfAttention(dim, num_heads, context, attention, bias, impl)
+        self.attention = CausalSelfAttention(dim, num_heads, attention, bias, impl)
         self.norm2 = nn.LayerNorm(dim, bias=bias)
         self.mlp = FusedMLP(dim, bias=bias, approximate=approximate, impl=impl)
 
@@ -110,7 +109,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(vocab, dim)
         self.position_embedding = nn.Embedding(context, dim)
         self.blocks = nn.ModuleList(
-            Block(dim, num_heads, context, attention, approximate, bias, impl) for _ in range(num_layers)
+            Block(dim, num_heads, attention, approximate, bias, impl) for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(dim, bias=bias)
         self.head = nn.Linear(dim, vocab, bias=False)
