@@ -1,4 +1,4 @@
-"""Measures what several GPUs give, in training runs of experiment=gpt, one process group after another.
+"""Measures what several GPUs give, in training runs of experiment=gpt, one after another.
 
     python scripts/bench_distributed.py --out DIR --parts overhead             # one GPU: plain, DDP and FSDP2
     python scripts/bench_distributed.py --out DIR --parts scaling              # 1 and 2 GPUs, each impl
@@ -12,90 +12,105 @@ Parts:
 
 DIR receives record.json, record.md, scaling.png and what each run left. Any override of train.py may follow, such as
 data.batch_size=8. Exit code 1 if a run or a test failed.
+
+A run on several GPUs has one process per rank with torchrun's environment. While a run trains, the processes of the
+next --preload runs import what they need; they touch no GPU before it is their turn.
 """
 
 import argparse
 import json
 import os
 import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from distributed_record import communication, table, write_record  # noqa: E402
+
+from fusedmlp.sweep import outcome  # noqa: E402
+from fusedmlp.sweep.ahead import Ahead, Run  # noqa: E402
+from fusedmlp.sweep.job import Ended, Signals  # noqa: E402
+
 KEPT = ("result.json", "metrics.csv", "config.yaml", "train.log", "trace.json.gz")
-GRACE_S = 90
+PARTS = ("overhead", "scaling", "devices")
 SPEED = ("step_ms_median", "step_ms_p10", "step_ms_p90", "tokens_per_s", "tflops_per_s", "mfu_percent")
-COLUMNS = (
-    ("part", ""), ("trainer", ""), ("gpus", "d"), ("impl", ""), ("repeat", "d"), ("status", ""),
-    ("step_ms_median", ".2f"), ("tokens_per_s", ",.0f"), ("mfu_percent", ".1f"), ("peak_gib", ".1f"),
-    ("last_loss", ".3f"), ("cost_percent", "+.1f"), ("speedup", ".3f"), ("efficiency_percent", ".1f"),
-    ("communication_percent", ".1f"), ("overlapped_percent", ".1f"), ("waits_per_step", ".1f"), ("wall_s", ".0f"),
-)  # fmt: skip
 
 
-def train(part: str, trainer: str, gpus: int, impl: str, repeat: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One run in processes of its own, as a row; one that exceeds the time limit is ended with all of them."""
-    name = f"{part}-{trainer}-{gpus}-{impl}-{repeat}"
-    folder = options.out / name
+class Setting(NamedTuple):
+    """What a run measures."""
+
+    part: str
+    trainer: str
+    gpus: int
+    impl: str
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self))
+
+
+def run_of(setting: Setting, options: argparse.Namespace) -> Run:
+    """The run of a setting, in an empty directory of its own."""
+    folder = options.out / setting.name
     shutil.rmtree(folder, ignore_errors=True)
     words = [
-        "train.py", f"experiment={options.experiment}", f"impl={impl}", f"trainer={trainer}", f"trainer.devices={gpus}",
-        f"trainer.max_steps={options.steps}", "trainer.log_every=10", "trainer.val_every=0", "trainer.warmup_steps=10",
-        "trainer.checkpoint=false", "trainer.cuda_graph=false", "trainer.rank_timeout=120", "logger=none",
-        f"hydra.run.dir={os.path.relpath(folder, ROOT)}",
+        "train.py", f"experiment={options.experiment}", f"impl={setting.impl}", f"trainer={setting.trainer}",
+        f"trainer.devices={setting.gpus}", f"trainer.max_steps={options.steps}", "trainer.log_every=10",
+        "trainer.val_every=0", "trainer.warmup_steps=10", "trainer.checkpoint=false", "trainer.cuda_graph=false",
+        "trainer.rank_timeout=120", "logger=none", f"hydra.run.dir={os.path.relpath(folder, ROOT)}",
     ]  # fmt: skip
-    if part == "scaling":
+    if setting.part == "scaling":
         words += ["profile=torch", f"profile.wait={options.steps - 6}", "profile.active=3"]
-    words += options.overrides
-    print(f"{name}: {' '.join(words)}", flush=True)
-    began = time.perf_counter()
-    output = options.out / f"{name}.txt"
-    code = run([sys.executable, *words], options.timeout, output)
-    row: dict[str, Any] = {"part": part, "trainer": trainer, "gpus": gpus, "impl": impl, "repeat": repeat}
-    row |= {"exit_code": code, "wall_s": time.perf_counter() - began} | read_run(folder)
-    if code is None:
-        row |= {"status": "ended", "reason": f"exceeded {options.timeout:.0f} s"}
+    log = options.out / f"{setting.name}.txt"
+    log.unlink(missing_ok=True)
+    return Run([sys.executable, *words, *options.overrides], ROOT, log, ranks=setting.gpus)
+
+
+def row_of(setting: Setting, ended: Ended, options: argparse.Namespace, stopped: bool) -> dict[str, Any]:
+    """What came of a run, as a row; of what it left, only the files that are kept stay."""
+    folder = options.out / setting.name
+    folder.mkdir(exist_ok=True)
+    limit = f"--timeout={options.timeout:g} s"
+    result = outcome.settle(folder, {"impl": setting.impl}, ended, limit, stopped)
+    row = setting._asdict() | {"exit_code": ended.exit_code, "wall_s": ended.seconds} | read_run(folder, result)
     if row["status"] != "completed":
-        print(f"{name}: {row['status']}: {row.get('reason')}\n{output.read_text()[-3000:]}", flush=True)
-    for path in folder.iterdir() if folder.is_dir() else ():
+        text = (options.out / f"{setting.name}.txt").read_text(errors="replace")
+        print(f"{setting.name}: {row['status']}: {row['reason']}\n{text[-3000:]}", flush=True)
+    for path in folder.iterdir():
         if path.name not in KEPT:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return row
 
 
-def run(command: list[str], timeout: float, output: Path) -> int | None:
-    """Exit code of a command whose output goes to a file; None if it had to be ended."""
-    with open(output, "w") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )  # fmt: skip
-        try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return None
+def measure(settings: Sequence[Setting], options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
+    """Rows of these settings, one after another, until a signal comes."""
+    runs = [run_of(setting, options) for setting in settings]
+    with Ahead(runs, options.preload, signals) as ahead:
+        ahead.hold()
+        if any(setting.impl == "cuda" for setting in settings):
+            build()
+        for setting, run in zip(settings, runs, strict=True):
+            if signals.received:
+                return
+            print(f"{setting.name}: {' '.join(run.command[1:])}", flush=True)
+            ended = ahead.follow(options.timeout)
+            yield row_of(setting, ended, options, bool(signals.received))
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """The numbers of a run from its result.json and its trace; status "failed" if it left none."""
-    try:
-        result = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError) as error:
-        return {"status": "failed", "reason": f"left no readable result: {error}"}
+def build() -> None:
+    """Builds the kernels of impl=cuda, so that no run waits for them; why that fails its runs will say."""
+    subprocess.run([sys.executable, "-m", "fusedmlp.build"], cwd=ROOT, check=False)
+
+
+def read_run(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a run from its result and its trace."""
     speed, trace = result.get("throughput") or {}, result.get("trace") or {}
     row = {
         "status": result["status"],
@@ -113,137 +128,36 @@ def read_run(folder: Path) -> dict[str, Any]:
     return row | communication(file) if file.exists() else row
 
 
-def communication(file: Path) -> dict[str, float | None]:
-    """Shares of a trace's GPU time: communication, what of it lies under other kernels, and what does not."""
-    import numpy as np
-
-    from fusedmlp.profiling import kinds, trace
-    from fusedmlp.profiling.intervals import overlap, total, union
-
-    gpu = trace.read(file).gpu
-    if not len(gpu):
-        return {}
-    sent = np.array([kinds.kind_of(name) == kinds.COMMUNICATION for name in gpu.names])
-    window = float(gpu.end.max() - gpu.start.min())
-    ours, others = gpu[sent], gpu[~sent]
-    spans = union(ours.start, ours.end)
-    time_us = total(spans)
-    under = float(np.sum(overlap(union(others.start, others.end), spans))) if time_us else 0.0
-    return {
-        "communication_percent": 100 * time_us / window,
-        "overlapped_percent": 100 * under / time_us if time_us else None,
-        "exposed_percent": 100 * (time_us - under) / window,
-    }
-
-
-def compare(rows: list[dict[str, Any]]) -> None:
-    """Adds to each row what it costs over the plain trainer, or gains over one GPU."""
-
-    def median(key: str, **wanted: Any) -> float | None:
-        found = [row[key] for row in rows if row.get(key) and all(row[name] == value for name, value in wanted.items())]
-        return statistics.median(found) if found else None
-
-    for row in rows:
-        if row["part"] == "overhead" and row.get("step_ms_median"):
-            plain = median("step_ms_median", part="overhead", trainer="default", impl=row["impl"])
-            mine = median("step_ms_median", part="overhead", trainer=row["trainer"], impl=row["impl"])
-            if plain and mine and row["trainer"] != "default":
-                row["cost_percent"] = 100 * (mine / plain - 1)
-        if row["part"] == "scaling" and row.get("tokens_per_s"):
-            one = median("tokens_per_s", part="scaling", trainer=row["trainer"], impl=row["impl"], gpus=1)
-            if one:
-                row["speedup"] = row["tokens_per_s"] / one
-                row["efficiency_percent"] = 100 * row["speedup"] / row["gpus"]
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown, aligned so that it reads in a terminal too; without the columns that nobody has."""
-    columns = [(name, form) for name, form in COLUMNS if any(row.get(name) is not None for row in rows)]
-    cells = [[name for name, _ in columns]]
-    cells += [["-" if row.get(name) is None else format(row[name], form) for name, form in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) + " |"
-             for line in cells]  # fmt: skip
-    return [lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]]
-
-
-def write_record(out: Path, rows: list[dict[str, Any]], commands: list[str]) -> None:
-    """record.json, record.md and scaling.png, rewritten after every run so that a stop loses nothing."""
-    compare(rows)
-    environment = next((row["environment"] for row in rows if row.get("environment")), {})
-    git = next((row["git"] for row in rows if row.get("git")), {})
-    record = {"commands": commands, "environment": environment, "git": git, "runs": rows}
-    (out / "record.json").write_text(json.dumps(record, indent=2) + "\n")
-    names = ("gpu", "driver", "cuda", "torch", "triton", "lightning", "python", "platform")
-    lines = ["# Several GPUs", "", *(f"    {command}" for command in commands), ""]
-    lines += [f"- {name}: {environment.get(name)}" for name in names]
-    lines += [f"- commit: {git.get('commit')}{' with changes' if git.get('dirty') else ''}", "", *table(rows), ""]
-    lines += [f"- {row['part']}, {row['trainer']}, {row['gpus']}, {row['impl']}: {row['reason']}"
-              for row in rows if row.get("reason")]  # fmt: skip
-    lines += [
-        "",
-        "cost: median step over that of trainer=default. efficiency: tokens/s over gpus times those of one GPU under "
-        "the same trainer. communication: share of the GPU's time in which a kernel of NCCL ran, in which it may have "
-        "waited for the other GPU; overlapped: the part of that in which another kernel ran too. waits: calls in which "
-        "the CPU waited for the GPU. Trace of rank 0, 3 steps. Peak memory of rank 0.",
-    ]  # fmt: skip
-    (out / "record.md").write_text("\n".join(lines) + "\n")
-    plot(out, [row for row in rows if row["part"] == "scaling" and row.get("tokens_per_s")])
-
-
-def plot(out: Path, rows: list[dict[str, Any]]) -> None:
-    """scaling.png: tokens/s against the number of GPUs, a panel per trainer, a line per impl; dashed, twice as fast."""
-    if not rows:
-        return
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    trainers = list(dict.fromkeys(row["trainer"] for row in rows))
-    figure, panels = plt.subplots(1, len(trainers), figsize=(5 * len(trainers), 4), squeeze=False, sharey=True)
-    for panel, trainer in zip(panels[0], trainers, strict=True):
-        for impl in dict.fromkeys(row["impl"] for row in rows if row["trainer"] == trainer):
-            points = sorted((row["gpus"], row["tokens_per_s"]) for row in rows
-                            if (row["trainer"], row["impl"]) == (trainer, impl))  # fmt: skip
-            (line,) = panel.plot(*zip(*points, strict=True), "o-", label=impl)
-            ideal = [(gpus, points[0][1] * gpus / points[0][0]) for gpus, _ in points]
-            panel.plot(*zip(*ideal, strict=True), "--", color=line.get_color(), alpha=0.5)
-        panel.set(title=f"trainer={trainer}", xlabel="GPUs", ylabel="tokens/s", ylim=(0, None))
-        panel.set_xticks(sorted({row["gpus"] for row in rows}))
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(out / "scaling.png", dpi=120)
-    plt.close(figure)
-
-
-def second_device(out: Path, timeout: float) -> dict[str, Any]:
+def second_device(out: Path, timeout: float, signals: Signals) -> dict[str, Any]:
     """The tests of all ops on a GPU that is not the current one, as a row."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "tests/impls/test_composition.py",
                "-k", "second_device"]  # fmt: skip
-    code = run(command, timeout, out / "devices.txt")
-    text = (out / "devices.txt").read_text()
+    log = out / "devices.txt"
+    log.unlink(missing_ok=True)
+    with Ahead([Run(command, ROOT, log)], 0, signals) as ahead:
+        code = ahead.follow(timeout).exit_code
+    text = log.read_text(errors="replace")
     print(text[-1500:], flush=True)
     good = code == 0 and "PASSED" in text and "SKIPPED" not in text
+    last = (text.strip().splitlines() or ["it printed nothing"])[-1]
     return {
         "part": "devices", "trainer": "-", "gpus": 2, "impl": "all", "repeat": 0, "exit_code": code,
-        "status": "completed" if good else "failed", "reason": None if good else text.strip().splitlines()[-1],
+        "status": "completed" if good else "failed", "reason": None if good else last,
         "wall_s": time.perf_counter() - began,
     }  # fmt: skip
 
 
-def plan(options: argparse.Namespace) -> list[tuple[str, str, int, str, int]]:
-    runs: list[tuple[str, str, int, str, int]] = []
+def plan(options: argparse.Namespace) -> list[Setting]:
+    settings: list[Setting] = []
     if "overhead" in options.parts:
         # In turns, so that a card that drifts favours none.
-        runs += [("overhead", trainer, 1, impl, repeat) for repeat in range(options.repeats)
-                 for impl in options.impls for trainer in ("default", *options.trainers)]  # fmt: skip
+        settings += [Setting("overhead", trainer, 1, impl, repeat) for repeat in range(options.repeats)
+                     for impl in options.impls for trainer in ("default", *options.trainers)]  # fmt: skip
     if "scaling" in options.parts:
-        runs += [("scaling", trainer, gpus, impl, 0) for impl in options.impls for trainer in options.trainers
-                 for gpus in options.devices]  # fmt: skip
-    return runs
+        settings += [Setting("scaling", trainer, gpus, impl, 0) for impl in options.impls
+                     for trainer in options.trainers for gpus in options.devices]  # fmt: skip
+    return settings
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -260,12 +174,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=240, help="seconds per run")
+    parser.add_argument("--preload", type=int, default=2, help="runs whose processes import while one trains; 0: none")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="records whose runs this one takes over")
     parser.add_argument("overrides", nargs="*", help="further overrides for train.py, such as data.batch_size=8")
     options = parser.parse_args(arguments)
-    unknown = set(options.parts) - {"overhead", "scaling", "devices"}
+    unknown = set(options.parts) - set(PARTS)
     if unknown:
-        parser.error(f"--parts {','.join(unknown)}: accepted: overhead, scaling, devices")
+        parser.error(f"--parts {','.join(sorted(unknown))}: accepted: {', '.join(PARTS)}")
+    if options.preload < 0:
+        parser.error(f"--preload {options.preload}: accepted: 0 and more")
     options.out = options.out.resolve()
     return options
 
@@ -281,14 +198,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands += record["commands"]
     if options.parts:
         commands.append(" ".join(["python", "scripts/bench_distributed.py", *(arguments or sys.argv[1:])]))
-    if "devices" in options.parts:
-        rows.append(second_device(options.out, options.timeout))
-        write_record(options.out, rows, commands)
-    for settings in plan(options):
-        rows.append(train(*settings, options))
-        write_record(options.out, rows, commands)
+    with Signals() as signals:
+        if "devices" in options.parts:
+            rows.append(second_device(options.out, options.timeout, signals))
+            write_record(options.out, rows, commands)
+        for row in measure(plan(options), options, signals):
+            rows.append(row)
+            write_record(options.out, rows, commands)
     write_record(options.out, rows, commands)
     print("\n" + "\n".join(table(rows)))
+    if signals.received:
+        return 128 + signals.received[0]
     return 0 if all(row["status"] == "completed" for row in rows) else 1
 
 

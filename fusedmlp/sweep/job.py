@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-# In the environment of a job: the W&B group of its sweep, the process that must not end before it, and the pipe that
-# says when it may begin.
+# In the environment of a job: the W&B group of its sweep, the process that must not end before it, and two pipes, of
+# which one says when it may begin and the other, by its end, that it could.
 GROUP, PARENT, GATE = "FUSEDMLP_SWEEP_GROUP", "FUSEDMLP_SWEEP_PARENT", "FUSEDMLP_SWEEP_GATE"
 GRACE_S = 60.0
 _LEFTOVERS_S = 2.0
@@ -115,31 +115,43 @@ class _Limits:
 class Started:
     """A process in a process group of its own; one that is `held` goes as far as `wait_until_let_go`."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], held: bool = False):
-        self._gate: int | None = None
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], held: bool = False, cwd: Path | None = None
+    ):
+        # Our ends of the pipes: to let it go, and to see that it waits for that.
+        self._gate: tuple[int, int] | None = None
         own, kept = dict(environment), []
         if held:
-            theirs, self._gate = os.pipe()
-            own[GATE], kept = str(theirs), [theirs]
-        self.process = subprocess.Popen(
-            command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, pass_fds=kept,
-        )  # fmt: skip
-        for descriptor in kept:
-            os.close(descriptor)
+            (theirs, let_go), (waits, ready) = os.pipe(), os.pipe()
+            self._gate, kept = (let_go, waits), [theirs, ready]
+            own[GATE] = f"{theirs},{ready}"
+        try:
+            self.process = subprocess.Popen(
+                command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True, pass_fds=kept, cwd=cwd,
+            )  # fmt: skip
+        finally:
+            for descriptor in kept:
+                os.close(descriptor)
+
+    def waits(self, within_s: float) -> bool:
+        """Whether a held process has come to `wait_until_let_go`, or to its end, `within_s` seconds from now."""
+        return self._gate is None or bool(select.select([self._gate[1]], [], [], within_s)[0])
 
     def let_go(self) -> None:
         if self._gate is not None:
             with suppress(BrokenPipeError):  # it has ended before its time, which is seen later
-                os.write(self._gate, b"1")
-            os.close(self._gate)
-            self._gate = None
+                os.write(self._gate[0], b"1")
+            self._close_gate()
+
+    def _close_gate(self) -> None:
+        for descriptor in self._gate or ():
+            os.close(descriptor)
+        self._gate = None
 
     def withdraw(self) -> None:
         """Ends a process that has not been let go."""
-        if self._gate is not None:
-            os.close(self._gate)
-            self._gate = None
+        self._close_gate()
         _end_group(self.process.pid, _LEFTOVERS_S)
         self.process.wait()
         assert self.process.stdout is not None
@@ -155,7 +167,9 @@ def wait_until_let_go() -> float:
     if gate is None:
         return 0.0
     began = time.monotonic()
-    with os.fdopen(int(gate), "rb") as pipe:
+    let_go, ready = map(int, gate.split(","))
+    os.close(ready)
+    with os.fdopen(let_go, "rb") as pipe:
         if not pipe.read(1):
             sys.exit(128 + signal.SIGTERM)
     return time.monotonic() - began

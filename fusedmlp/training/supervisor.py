@@ -43,7 +43,7 @@ def start_ranks(start: Start, command: Sequence[str], environment: Mapping[str, 
         start.address, start.port, is_master=start.first == 0, wait_for_workers=False, timeout=timedelta(seconds=300)
     )
     handed: list[int] = []
-    group = _Group(start, store, grace_s)
+    group = Group(start, store, grace_s)
 
     def hand_on(signum: int, frame: FrameType | None) -> None:
         handed.append(signum)
@@ -63,7 +63,7 @@ def start_ranks(start: Start, command: Sequence[str], environment: Mapping[str, 
     return group.exit_code()
 
 
-class _Group:
+class Group:
     """The ranks on this host."""
 
     def __init__(self, start: Start, store: TCPStore, grace_s: float):
@@ -72,7 +72,12 @@ class _Group:
         self.failed_at: float | None = None
         self.reason: Ending | None = None
 
-    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        for own in self.environments(environment):
+            self.processes.append(subprocess.Popen(command, env=own))
+
+    def environments(self, environment: Mapping[str, str]) -> list[dict[str, str]]:
+        """That of each rank, as torchrun would make it out of `environment`."""
         threads = max((os.cpu_count() or 1) // self.ranks.count, 1)
         shared = {
             "WORLD_SIZE": self.ranks.world_size,
@@ -83,11 +88,11 @@ class _Group:
             # The cores are shared, and each process would take all of them.
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", threads),
         }
+        found = []
         for local in range(self.ranks.count):
             own = shared | {"RANK": self.ranks.first + local, "LOCAL_RANK": local}
-            self.processes.append(
-                subprocess.Popen(command, env=environment | {name: str(value) for name, value in own.items()})
-            )
+            found.append({**environment, **{name: str(value) for name, value in own.items()}})
+        return found
 
     def running(self) -> bool:
         return any(process.poll() is None for process in self.processes)

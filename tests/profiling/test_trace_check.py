@@ -7,13 +7,15 @@ from pathlib import Path
 from profiling.test_nsys_stats import PRINTED
 from scripts_by_path import script
 
+from fusedmlp.sweep.job import Signals
+
 SCRIPT = script("gpu_trace_check")
 
 
 def test_a_record_names_no_folder_of_the_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["check", "--out", "here/out", "--parts", "nsys"])
-    check = SCRIPT.Check(argparse.Namespace(out=Path("here/out")))
+    check = SCRIPT.Check(argparse.Namespace(out=Path("here/out")), Signals())
     run = tmp_path / "here" / "out" / "work" / "runs" / "lecture"
     check.record["runs"]["lecture"] = {"trace": {"file": f"{run}/trace.json.gz"}}
     check.section("nsys", [f"left {run}/trace.nsys-rep", f"beside {tmp_path / 'here' / 'out'}"])
