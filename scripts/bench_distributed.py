@@ -24,7 +24,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from distributed_record import communication, table, write_record  # noqa: E402
 
+from fusedmlp.errors import UserError  # noqa: E402
 from fusedmlp.sweep import outcome  # noqa: E402
 from fusedmlp.sweep.ahead import Ahead, Run  # noqa: E402
 from fusedmlp.sweep.job import Ended, Signals  # noqa: E402
@@ -70,7 +72,7 @@ def run_of(setting: Setting, options: argparse.Namespace) -> Run:
         words += ["profile=torch", f"profile.wait={options.steps - 6}", "profile.active=3"]
     log = options.out / f"{setting.name}.txt"
     log.unlink(missing_ok=True)
-    return Run([sys.executable, *words, *options.overrides], ROOT, log, ranks=setting.gpus)
+    return Run([sys.executable, *words, *options.overrides], ROOT, log, folder, setting.gpus)
 
 
 def row_of(setting: Setting, ended: Ended, options: argparse.Namespace, stopped: bool) -> dict[str, Any]:
@@ -89,19 +91,32 @@ def row_of(setting: Setting, ended: Ended, options: argparse.Namespace, stopped:
     return row
 
 
-def measure(settings: Sequence[Setting], options: argparse.Namespace, signals: Signals) -> Iterator[dict[str, Any]]:
-    """Rows of these settings, one after another, until a signal comes."""
+def measure(
+    settings: Sequence[Setting], options: argparse.Namespace, signals: Signals, take: Callable[[dict[str, Any]], None]
+) -> None:
+    """Runs these settings one after another until a signal comes; `take` gets their rows, in a thread of its own."""
     runs = [run_of(setting, options) for setting in settings]
-    with Ahead(runs, options.preload, signals) as ahead:
+
+    def end(setting: Setting, ending: Future[Ended]) -> None:
+        ended = ending.result()
+        take(row_of(setting, ended, options, bool(signals.received)))
+
+    # The rows wait for the ends of processes and read traces while the next run is under way.
+    with ThreadPoolExecutor(1) as thread, Ahead(runs, options.preload, signals) as ahead:
         ahead.hold()
         if any(setting.impl == "cuda" for setting in settings):
             build()
+        taken: list[Future[None]] = []
         for setting, run in zip(settings, runs, strict=True):
             if signals.received:
-                return
+                break
             print(f"{setting.name}: {' '.join(run.command[1:])}", flush=True)
-            ended = ahead.follow(options.timeout)
-            yield row_of(setting, ended, options, bool(signals.received))
+            taken.append(thread.submit(end, setting, ahead.follow(options.timeout)))
+            for row in taken:
+                if row.done():
+                    row.result()
+    for row in taken:
+        row.result()
 
 
 def build() -> None:
@@ -125,7 +140,10 @@ def read_run(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
         "git": result.get("git"),
     }
     file = folder / "trace.json.gz"
-    return row | communication(file) if file.exists() else row
+    try:
+        return row | communication(file) if file.exists() else row
+    except UserError as error:
+        return row | {"reason": row["reason"] or f"no shares of communication: {error}"}
 
 
 def second_device(out: Path, timeout: float, signals: Signals) -> dict[str, Any]:
@@ -136,7 +154,7 @@ def second_device(out: Path, timeout: float, signals: Signals) -> dict[str, Any]
     log = out / "devices.txt"
     log.unlink(missing_ok=True)
     with Ahead([Run(command, ROOT, log)], 0, signals) as ahead:
-        code = ahead.follow(timeout).exit_code
+        code = ahead.follow(timeout).result().exit_code
     text = log.read_text(errors="replace")
     print(text[-1500:], flush=True)
     good = code == 0 and "PASSED" in text and "SKIPPED" not in text
@@ -202,9 +220,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "devices" in options.parts:
             rows.append(second_device(options.out, options.timeout, signals))
             write_record(options.out, rows, commands)
-        for row in measure(plan(options), options, signals):
+
+        def take(row: dict[str, Any]) -> None:
             rows.append(row)
             write_record(options.out, rows, commands)
+
+        measure(plan(options), options, signals, take)
     write_record(options.out, rows, commands)
     print("\n" + "\n".join(table(rows)))
     if signals.received:

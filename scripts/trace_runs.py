@@ -16,7 +16,7 @@ from typing import Any
 from fusedmlp.profiling import cut, picture, report, trace
 from fusedmlp.sweep import outcome
 from fusedmlp.sweep.ahead import Ahead, Run
-from fusedmlp.sweep.job import Signals
+from fusedmlp.sweep.job import Ended, Signals
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM = 10
@@ -49,6 +49,7 @@ class Check:
         self.record: dict[str, Any] = {"command": ["python", "scripts/gpu_trace_check.py", *words], "runs": {}}
         self.sections: list[str] = []
         self.failed = False
+        self.endings: dict[str, Future[Ended]] = {}
 
     def train(
         self, wanted: Sequence[Wanted], preload: int | None = None, quiet: bool = False
@@ -66,29 +67,35 @@ class Check:
             if any("impl=cuda" in each.overrides for each in wanted):
                 # So that no run waits for it; why it fails the run will say.
                 subprocess.run([sys.executable, "-m", "fusedmlp.build"], cwd=ROOT, check=False)
-            for each, run in zip(wanted, runs, strict=True):
-                yield each.name, self._train(each, run, ahead)
+            for each in wanted:
+                yield each.name, self._train(each, ahead)
+        for name, ending in self.endings.items():
+            self.record["runs"][name]["exit_code"] = ending.result().exit_code
+        self.endings.clear()
 
     def _run(self, wanted: Wanted) -> Run:
         folder, log = self.work / "runs" / wanted.name, self.kept / f"{wanted.name}.txt"
         shutil.rmtree(folder, ignore_errors=True)
         log.unlink(missing_ok=True)
         words = (*self.options.overrides, *QUIET, *wanted.overrides, f"hydra.run.dir={os.path.relpath(folder, ROOT)}")
-        return Run([sys.executable, "train.py", *words], ROOT, log, environment=wanted.environment)
+        return Run([sys.executable, "train.py", *words], ROOT, log, folder, environment=wanted.environment)
 
-    def _train(self, wanted: Wanted, run: Run, ahead: Ahead) -> Path | None:
+    def _train(self, wanted: Wanted, ahead: Ahead) -> Path | None:
         name, folder = wanted.name, self.work / "runs" / wanted.name
         row: dict[str, Any] = {"overrides": wanted.overrides}
         self.record["runs"][name] = row
         left = self.options.budget - (time.monotonic() - self.began)
         if left < 10 or self.signals.received:
             return self._lost(name, row, f"left out: {'stopped' if self.signals.received else 'the time was up'}")
-        print(f"{name}: {' '.join(run.command[1:])}", flush=True)
-        timeout = min(left, self.options.timeout)
-        ended = ahead.follow(timeout)
-        folder.mkdir(parents=True, exist_ok=True)
-        found = outcome.settle(folder, {}, ended, f"{timeout:.0f} s", bool(self.signals.received))
-        row |= {"exit_code": ended.exit_code, "wall_s": round(ended.seconds, 1)}
+        print(f"{name}: {' '.join(wanted.overrides)}", flush=True)
+        began, timeout = time.monotonic(), min(left, self.options.timeout)
+        self.endings[name] = ahead.follow(timeout)
+        found = outcome.read(folder)
+        if found.get("status") != "completed":
+            folder.mkdir(parents=True, exist_ok=True)
+            ended = self.endings[name].result()
+            found = outcome.settle(folder, {}, ended, f"{timeout:.0f} s", bool(self.signals.received))
+        row |= {"wall_s": round(time.monotonic() - began, 1)}
         row |= {key: found.get(key) for key in ("status", "reason", "trace", "throughput")}
         for key in ("environment", "git"):
             self.record[key] = self.record.get(key) or found.get(key)
@@ -96,7 +103,7 @@ class Check:
             if (folder / file).exists():
                 shutil.copy(folder / file, self.kept / f"{name}.{file}")
         if row["status"] != "completed":
-            return self._lost(name, row, row["reason"] or f"exit code {ended.exit_code}")
+            return self._lost(name, row, row["reason"])
         print(f"{name}: {row['wall_s']} s; {(row['trace'] or {}).get('sentence', 'no trace')}", flush=True)
         return folder
 

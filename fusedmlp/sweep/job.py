@@ -150,9 +150,9 @@ class Started:
         self._gate = None
 
     def withdraw(self) -> None:
-        """Ends a process that has not been let go."""
+        """Ends a process that has not been let go, and so has done nothing that could be lost."""
         self._close_gate()
-        _end_group(self.process.pid, _LEFTOVERS_S)
+        _end_group(self.process.pid, 0.0)
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()

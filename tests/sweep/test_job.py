@@ -138,6 +138,7 @@ def held(code: str = HELD) -> Started:
 def test_a_held_job_begins_when_it_is_let_go(tmp_path):
     started, lines = held(), []
     os.read(started.process.stdout.fileno(), 100)  # it has imported
+    assert started.waits(20)
     time.sleep(0.8)
     assert started.process.poll() is None
     ended = run_process(started, tmp_path / "log", lines.append, Signals(), timeout_s=20)
@@ -148,6 +149,7 @@ def test_a_held_job_that_is_withdrawn_leaves_nothing():
     for code in (HELD, f"{STUBBORN}; {SLEEP}"):
         started = held(code)
         os.read(started.process.stdout.fileno(), 100)
+        assert started.waits(1) is (code == HELD)
         started.withdraw()
         assert gone(started.process.pid, 0.0)
 
@@ -155,6 +157,7 @@ def test_a_held_job_that_is_withdrawn_leaves_nothing():
 def test_a_job_that_ended_before_its_turn_is_seen_to_have_ended(tmp_path):
     started = held("raise SystemExit('no such module')")
     started.process.wait()
+    assert started.waits(0)
     ended = run_process(started, tmp_path / "log", lambda _: None, Signals())
     assert (ended.exit_code, ended.last_line) == (1, "no such module")
 
