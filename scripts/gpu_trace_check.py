@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ def overhead(check: Check) -> None:
     options = check.options
     # Kineto can take CUPTI out of the process when it is done; by default it leaves it in.
     environments = {"none": {}, "torch": {}, "torch-teardown": {"TEARDOWN_CUPTI": "1"}}
-    ratios: dict[str, list[float]] = {name: [] for name in options.variants}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.variants}
     steps = window("torch", BEFORE, REST)
     wanted = []
     for turn in range(options.turns):
@@ -146,19 +146,38 @@ def overhead(check: Check) -> None:
         if folder is not None:
             variant = name.split("-", 1)[1].rpartition("-")[0]
             before, after = halves(folder / "metrics.csv")
-            ratios[variant].append(after / before)
+            found[variant].append((before, after))
             busy = (check.record["runs"][name]["trace"] or {}).get("gpu_busy_percent")
             said = "" if busy is None else f", GPU busy {busy:.1f} % of a traced step"
             lines.append(f"{variant:14} before {before:.3f} ms, after {after:.3f} ms{said}")
     for variant in options.variants:
-        if variant != "none" and ratios[variant] and ratios.get("none"):
-            percent = 100 * (statistics.median(ratios[variant]) / statistics.median(ratios["none"]) - 1)
-            check.record[f"overhead_percent_after_window_{variant}"] = percent
-            lines.append(f"{variant}: after the window against before it, relative to a run without: {percent:+.2f} %")
+        if variant != "none" and found[variant] and found.get("none"):
+            percent = costs(found[variant], found["none"])
+            check.record |= {f"overhead_percent_{what}_{variant}": value for what, value in percent.items()}
+            lines.append(
+                f"{variant}: {percent['before_window']:+.2f} % before the window, {percent['after_window']:+.2f} % after "
+                f"it, against a run without; after against before: {percent['after_against_before']:+.2f} %"
+            )
     cost = cost_of_ranges_when_off_us()
     check.record["ranges_off_us_per_step"] = cost
     lines.append(f"ranges when no window is open: {cost:.2f} us a step (three empty contexts)")
     check.section(f"Overhead, {' '.join(options.overhead)}", lines)
+
+
+def costs(those: list[tuple[float, float]], without: list[tuple[float, float]]) -> dict[str, float]:
+    """Percent that runs take more than `without`: before the window, after it, and after against before.
+
+    The last one does not know of a card that is slower in one run than in another.
+    """
+
+    def more(measure: Callable[[tuple[float, float]], float]) -> float:
+        return 100 * (statistics.median(map(measure, those)) / statistics.median(map(measure, without)) - 1)
+
+    return {
+        "before_window": more(lambda run: run[0]),
+        "after_window": more(lambda run: run[1]),
+        "after_against_before": more(lambda run: run[1] / run[0]),
+    }
 
 
 def halves(metrics: Path) -> tuple[float, float]:

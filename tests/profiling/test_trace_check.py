@@ -70,7 +70,9 @@ def test_the_cost_of_the_profiler_is_a_ratio_of_ratios(check, preload):
     assert [name.removeprefix("overhead-") for name in runs] == ["none-0", "torch-0", "torch-1", "none-1"]
     assert all("experiment=gpt" in run["overrides"] and run["exit_code"] == 0 for run in runs.values())
     assert "profile=none" in runs["overhead-none-0"]["overrides"]
-    assert check.record["overhead_percent_after_window_torch"] == pytest.approx(2.0)
+    found = {what: check.record[f"overhead_percent_{what}_torch"] for what in
+             ("before_window", "after_window", "after_against_before")}  # fmt: skip
+    assert found == pytest.approx({"before_window": 0.0, "after_window": 2.0, "after_against_before": 2.0})
     assert not check.failed
 
 

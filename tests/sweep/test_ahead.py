@@ -16,7 +16,7 @@ from fusedmlp.sweep.ahead import Ahead, Run
 from fusedmlp.sweep.job import Signals
 
 ROOT = Path(__file__).parents[2]
-# What train.py does at its gate, without its imports; then what a test gives, with the directory of its run as `folder`.
+# What train.py does at its gate, without its imports; then what a test gives, with its directory as `folder`.
 PROCESS = """
 import json, os, pathlib, signal, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ.get("RANK", "0")
