@@ -13,15 +13,12 @@ and results. Exit code 1 if a run failed or was left out.
 """
 
 import argparse
-import csv
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,29 +26,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trace_runs import WARM, Check, InTurn, Wanted  # noqa: E402
+from trace_overhead import overhead  # noqa: E402, F401 - a part
+from trace_runs import ACTIVE, Check, InTurn, Wanted, choice, window  # noqa: E402
 
 from fusedmlp.errors import UserError  # noqa: E402
 from fusedmlp.profiling import compare, nsight, nsys_stats, report, trace  # noqa: E402
 from fusedmlp.sweep.job import Signals  # noqa: E402
 
 PARTS = ("traces", "graph", "nsys", "overhead", "demo")
-LOG_EVERY = 10
-WAIT, WARMUP, ACTIVE, AFTER = 20, 3, 5, 7
-# Of the part overhead: steps before the window, and after it.
-BEFORE, REST = 40, 32
-
-
-def choice(experiment: str, impl: str) -> tuple[str, str]:
-    return f"experiment={experiment}", f"impl={impl}"
-
-
-def window(tool: str, wait: int = WAIT, after: int = AFTER) -> list[str]:
-    steps = wait + WARMUP + ACTIVE + after
-    return [
-        f"profile={tool}", f"profile.wait={wait}", f"profile.warmup={WARMUP}", f"profile.active={ACTIVE}",
-        f"trainer.max_steps={steps}", f"trainer.log_every={LOG_EVERY}",
-    ]  # fmt: skip
 
 
 def traces(check: Check) -> None:
@@ -122,82 +104,6 @@ def demo(check: Check) -> None:
     if len(analyses) == 2:
         names = ("loss not read", "loss read in every step")
         check.section("sync_demo", compare.lines(analyses["demo-ahead"], analyses["demo-sync"], names, 5))
-
-
-def overhead(check: Check) -> None:
-    """Median step before and after the window, against the same steps of a run without profiler.
-
-    The step has to be one that the GPU bounds: the host's time for an eager step varies by more than is looked for.
-    """
-    options = check.options
-    # Kineto can take CUPTI out of the process when it is done; by default it leaves it in.
-    environments = {"none": {}, "torch": {}, "torch-teardown": {"TEARDOWN_CUPTI": "1"}}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.variants}
-    steps = window("torch", BEFORE, REST)
-    wanted = []
-    for turn in range(options.turns):
-        # The second of two runs may find a warmer card: every other turn goes backwards.
-        for variant in options.variants[:: -1 if turn % 2 else 1]:
-            tool = "profile=none" if variant == "none" else "profile=torch"
-            overrides = (*options.overhead, *(tool if word.startswith("profile=") else word for word in steps))
-            wanted.append(Wanted(f"overhead-{variant}-{turn}", overrides, environments[variant]))
-    lines = []
-    for name, folder in check.train(wanted, len(wanted) if options.preload else 0, quiet=True):
-        if folder is not None:
-            variant = name.split("-", 1)[1].rpartition("-")[0]
-            before, after = halves(folder / "metrics.csv")
-            found[variant].append((before, after))
-            busy = (check.record["runs"][name]["trace"] or {}).get("gpu_busy_percent")
-            said = "" if busy is None else f", GPU busy {busy:.1f} % of a traced step"
-            lines.append(f"{variant:14} before {before:.3f} ms, after {after:.3f} ms{said}")
-    for variant in options.variants:
-        if variant != "none" and found[variant] and found.get("none"):
-            percent = costs(found[variant], found["none"])
-            check.record |= {f"overhead_percent_{what}_{variant}": value for what, value in percent.items()}
-            lines.append(
-                f"{variant}: {percent['before_window']:+.2f} % before the window, {percent['after_window']:+.2f} % after "
-                f"it, against a run without; after against before: {percent['after_against_before']:+.2f} %"
-            )
-    cost = cost_of_ranges_when_off_us()
-    check.record["ranges_off_us_per_step"] = cost
-    lines.append(f"ranges when no window is open: {cost:.2f} us a step (three empty contexts)")
-    check.section(f"Overhead, {' '.join(options.overhead)}", lines)
-
-
-def costs(those: list[tuple[float, float]], without: list[tuple[float, float]]) -> dict[str, float]:
-    """Percent that runs take more than `without`: before the window, after it, and after against before.
-
-    The last one does not know of a card that is slower in one run than in another.
-    """
-
-    def more(measure: Callable[[tuple[float, float]], float]) -> float:
-        return 100 * (statistics.median(map(measure, those)) / statistics.median(map(measure, without)) - 1)
-
-    return {
-        "before_window": more(lambda run: run[0]),
-        "after_window": more(lambda run: run[1]),
-        "after_against_before": more(lambda run: run[1] / run[0]),
-    }
-
-
-def halves(metrics: Path) -> tuple[float, float]:
-    """Median of the steps' medians in the intervals that lie well before and well after the window of `overhead`."""
-    with open(metrics, newline="") as file:
-        rows = [(int(row["step"]), float(row["time/step_ms"])) for row in csv.DictReader(file) if row["time/step_ms"]]
-    began, ended = BEFORE, BEFORE + WARMUP + ACTIVE
-    before = [ms for step, ms in rows if WARM + LOG_EVERY <= step <= began]
-    return statistics.median(before), statistics.median(ms for step, ms in rows if step >= ended + LOG_EVERY)
-
-
-def cost_of_ranges_when_off_us(steps: int = 100_000) -> float:
-    from fusedmlp.profiling.ranges import no_range
-
-    began = time.perf_counter()
-    for _ in range(steps):
-        for name in ("forward", "backward", "optimizer"):
-            with no_range(name):
-                pass
-    return 1e6 * (time.perf_counter() - began) / steps
 
 
 def nsys(check: Check) -> None:

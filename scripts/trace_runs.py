@@ -19,7 +19,8 @@ from fusedmlp.sweep.ahead import Ahead, Run
 from fusedmlp.sweep.job import Ended, Signals
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM = 10
+LOG_EVERY = WARM = 10
+WAIT, WARMUP, ACTIVE, AFTER = 20, 3, 5, 7
 CUT_STEPS = 3
 QUIET = ("logger=none", "trainer.checkpoint=false", "trainer.val_every=0", f"trainer.warmup_steps={WARM}",
          "trainer.cuda_graph=false")  # fmt: skip
@@ -33,6 +34,18 @@ class Wanted:
     name: str
     overrides: Sequence[str]
     environment: dict[str, str] = field(default_factory=dict)
+
+
+def choice(experiment: str, impl: str) -> tuple[str, str]:
+    return f"experiment={experiment}", f"impl={impl}"
+
+
+def window(tool: str, wait: int = WAIT, after: int = AFTER) -> list[str]:
+    steps = wait + WARMUP + ACTIVE + after
+    return [
+        f"profile={tool}", f"profile.wait={wait}", f"profile.warmup={WARMUP}", f"profile.active={ACTIVE}",
+        f"trainer.max_steps={steps}", f"trainer.log_every={LOG_EVERY}",
+    ]  # fmt: skip
 
 
 class Check:
