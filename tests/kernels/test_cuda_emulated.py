@@ -221,33 +221,45 @@ def test_softmax_of_the_widest_rows(emulated):
         check_softmax(emulated, kind, x, dy, max_cluster)
 
 
-# Columns of bf16: (vectors of a thread, blocks) for a row, by what most bytes stay on a multiprocessor with.
+# Columns of bf16: (vectors of a thread, blocks) for a row, by what most bytes stay on a multiprocessor with; forward,
+# and backward, where a row is one of dy and one of y.
 SLICES = {32_769: (16, 2), 50_304: (16, 2), 65_536: (8, 4), 100_000: (16, 4), 131_072: (8, 8), 200_001: (16, 8)}
 SLICES |= {262_144: (8, 16), 262_145: (16, 16), 524_288: (16, 16)}
+PAIRS = {16_385: (16, 2), 25_000: (16, 2), 32_768: (8, 4), 50_257: (16, 4), 65_536: (8, 8), 131_072: (8, 16)}
+PAIRS |= {131_073: (16, 16), 200_001: (16, 16), 262_144: (16, 16)}
 
 
-def plan_slices(emulated, row_vectors, max_cluster):
+def plan_slices(emulated, row_vectors, operands, max_cluster):
     """vectors, blocks, vectors of a warp, bytes resident on a multiprocessor."""
     numbers = (ctypes.c_int64 * 4)()
-    emulated.plan_slices(long(row_vectors), max_cluster, numbers)
+    emulated.plan_slices(long(row_vectors), operands, max_cluster, numbers)
     return tuple(numbers)
 
 
 def test_the_plan_of_rows_wider_than_a_block(emulated):
-    """What was fastest on an H200; a row always fits, and full slices fill its shared memory."""
-    for N, expected in SLICES.items():
-        assert plan_slices(emulated, -(-N // 8), 16)[:2] == expected, N
-    assert plan_slices(emulated, 65_536 // 8, 16)[3] == 192 << 10
-    assert plan_slices(emulated, 50_304 // 8, 16)[3] == 200 << 10
-    for max_cluster in (2, 4, 8, 16):
-        for row_vectors in {4097, 4100, 5000, 6288, 8193, 12_289, 20_000, 32_769, max_cluster * 4096}:
-            if row_vectors <= max_cluster * 4096:
-                vectors, cluster, per_warp, _ = plan_slices(emulated, row_vectors, max_cluster)
-                assert vectors in (8, 16)
-                assert cluster in (2, 4, 8, 16)
-                assert cluster <= max_cluster
-                assert per_warp <= 32 * vectors
-                assert cluster * 8 * per_warp >= row_vectors
+    """What was fastest on an H200; full slices fill its shared memory, and most others come near."""
+    for operands, table in [(1, SLICES), (2, PAIRS)]:
+        for N, expected in table.items():
+            assert plan_slices(emulated, -(-N // 8), operands, 16)[:2] == expected, N
+    for operands, N, resident in [(1, 65_536, 192), (1, 50_304, 200), (1, 40_000, 200), (2, 32_768, 192)]:
+        assert plan_slices(emulated, N // 8, operands, 16)[3] == resident << 10
+    for N in range(32_768, 262_145, 1024):
+        assert plan_slices(emulated, N // 8, 1, 16)[3] >= 168 << 10, N
+        assert plan_slices(emulated, N // 8, 2, 16)[3] >= 168 << 10, N
+
+
+@pytest.mark.parametrize("operands", [1, 2])
+@pytest.mark.parametrize("max_cluster", [2, 4, 8, 16])
+def test_a_row_fits_its_slices(emulated, operands, max_cluster):
+    most = max_cluster * 4096 // operands
+    for row_vectors in {2049, 2500, 4097, 4100, 5000, 6288, 8193, 12_289, 20_000, 32_769, most - 1, most}:
+        if row_vectors <= most:
+            vectors, cluster, per_warp, _ = plan_slices(emulated, row_vectors, operands, max_cluster)
+            assert vectors in (8, 16)
+            assert cluster in (2, 4, 8, 16)
+            assert cluster <= max_cluster
+            assert operands * per_warp <= 32 * vectors
+            assert cluster * 8 * per_warp >= row_vectors
 
 
 @pytest.mark.parametrize(("largest", "found"), [(16, 16), (8, 8), (4, 4), (2, 2), (1, 1)])
@@ -266,6 +278,58 @@ def test_softmax_in_slices(emulated, N):
     assert_close(y.values, torch.softmax(x.values.double(), 1))
 
 
+def run_softmax_bwd(emulated, kind, dy, y, dx, max_cluster=16):
+    """dx, Guarded, of the kernel for dy and y."""
+    M, N = dx.values.shape
+    strides = [long(t.stride(0)) for t in (dy, y)]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (dy, y)]
+    operands = (pointers[0], strides[0], pointers[1], strides[1], dx.pointer)
+    assert emulated.run_softmax_bwd(kind[0], *operands, long(M), long(N), max_cluster) == 0
+    dx.check_untouched_around()
+    wide_dy, wide_y = dy.double(), y.double()
+    assert_close(dx.values, wide_y * (wide_dy - (wide_y * wide_dy).sum(1, keepdim=True)), scale=8.0)
+
+
+@pytest.mark.parametrize("N", PAIRS)
+def test_softmax_gradient_in_slices(emulated, N):
+    kind = DTYPES["bf16"]
+    dy = Guarded(torch.randn(2, N).to(kind[1]))
+    y = Guarded(torch.softmax(torch.randn(2, N).mul(3), 1).to(kind[1]))
+    run_softmax_bwd(emulated, kind, dy.values, y.values, empty(2, N, dtype=kind[1]))
+
+
+PREFETCHED = [(40_000, 0, 0), (33_001, 3, 8), (50_257, 5, 24), (65_536, 0, 64)]
+
+
+@pytest.mark.parametrize(("N", "offset", "gap"), PREFETCHED)
+def test_later_rows_are_read_ahead(emulated, N, offset, gap):
+    """Once for each row but the first, and nothing beside the tensor's rows; the emulated device runs 5 clusters."""
+    kind = DTYPES["bf16"]
+    values = torch.randn(3, N).to(kind[1])
+    x, dy, y = (Guarded(values, offset, N + gap) for _ in range(3))
+    out = Guarded(torch.full((3, N), math.nan, dtype=kind[1]), offset)
+    elements = 2 * (N + gap) + N
+
+    def watch(*tensors):
+        pointers = (ctypes.c_void_p * len(tensors))(*[t.values.data_ptr() for t in tensors])
+        emulated.watch_prefetches(len(tensors), pointers, (ctypes.c_int64 * len(tensors))(*[2 * elements] * len(tensors)))
+
+    def lines_read_ahead(tensor, row):
+        first = tensor.values[row].data_ptr()
+        asked = [emulated.was_prefetched(ctypes.c_void_p(at)) for at in range(first, first + 2 * N - 128, 128)]
+        return sum(asked) / len(asked)
+
+    watch(x)
+    stride = long(N + gap)
+    assert emulated.run_softmax_fwd(kind[0], x.pointer, stride, out.pointer, long(3), long(N), 16) == 0
+    assert [lines_read_ahead(x, row) for row in range(3)] == pytest.approx([0.0, 1.0, 1.0], abs=1e-3)
+    watch(dy, y)
+    run_softmax_bwd(emulated, kind, dy.values, y.values, out)
+    for tensor in (dy, y):
+        assert [lines_read_ahead(tensor, row) for row in range(3)] == pytest.approx([0.0, 1.0, 1.0], abs=1e-3)
+    emulated.watch_prefetches(0, None, None)
+
+
 @pytest.mark.parametrize(
     ("offset", "N", "stride"),
     [(3, 33_001, 33_009), (0, 40_003, 40_011), (5, 50_257, 25), (1, 50_003, 3), (1, 50_008, 0)],
@@ -279,9 +343,16 @@ def test_softmax_in_slices_of_rows_that_begin_anywhere(emulated, offset, N, stri
     memory[start : start + 2 * stride + N] = torch.randn(2 * stride + N).to(kind[1])
     y = Guarded(torch.full((3, N), math.nan, dtype=kind[1]), offset)
     pointer = ctypes.c_void_p(x.data_ptr())
+    emulated.watch_prefetches(1, (ctypes.c_void_p * 1)(pointer), (ctypes.c_int64 * 1)(2 * (2 * stride + N)))
     assert emulated.run_softmax_fwd(kind[0], pointer, long(stride), y.pointer, long(3), long(N), 16) == 0
     y.check_untouched_around()
     assert_close(y.values, torch.softmax(x.double(), 1))
+    # As the gradient of y, whose rows are in step with these.
+    dy, probabilities = x, Guarded(y.values.clone(), offset)
+    begin = (ctypes.c_void_p * 2)(pointer, probabilities.pointer)
+    emulated.watch_prefetches(2, begin, (ctypes.c_int64 * 2)(2 * (2 * stride + N), 2 * 3 * N))
+    run_softmax_bwd(emulated, kind, dy, probabilities.values, Guarded(torch.full_like(y.values, math.nan), offset))
+    emulated.watch_prefetches(0, None, None)
 
 
 def test_softmax_of_rows_with_gaps(emulated, kind):

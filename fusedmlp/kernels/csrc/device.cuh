@@ -178,6 +178,10 @@ __device__ __forceinline__ void copy16_async(void* to, const void* from) {
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }
+// The cache line that the address is in, from global memory to L2, if it is not there yet.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all groups but the last kPending.
 template <int kPending>

@@ -1,7 +1,6 @@
 // A row as 16-byte vectors, and what the threads of a row agree on.
 #pragma once
 
-#include "cluster.cuh"
 #include "device.cuh"
 
 namespace fusedmlp {
@@ -90,34 +89,28 @@ __device__ __forceinline__ V over_lanes(V value, int lanes, Combine combine) {
   return value;
 }
 
-// What the row's other blocks and warps contribute: one word for each warp of a block, one for each block of a cluster.
+struct Max {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+struct Sum {
+  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+
+// What the row's warps contribute, of one block.
 constexpr int kMaxWarps = 32;
-constexpr int kMaxCluster = 16;
-
 template <typename V>
-constexpr int kRowSharedBytes = (kMaxWarps + kMaxCluster) * static_cast<int>(sizeof(V));
+constexpr int kRowSharedBytes = kMaxWarps * static_cast<int>(sizeof(V));
 
-// All threads of a row combine their warps' values (each warp has agreed on one before). With kCluster, the block must
-// have called cluster_arrive() once: a block may not write to another one before that has started.
-template <bool kCluster, typename V, typename Combine>
+// All threads of a block that has one row combine their warps' values (each warp has agreed on one before).
+template <typename V, typename Combine>
 __device__ __forceinline__ V over_row(V of_warp, V neutral, Combine combine) {
   V* warps = shared_memory<V>();
-  V* blocks = warps + kMaxWarps;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const int num_warps = static_cast<int>(blockDim.x) / kWarp;
   if (lane == 0) warps[warp] = of_warp;
   block_sync();
-  V value = over_lanes(lane < num_warps ? warps[lane] : neutral, kWarp, combine);
-  if constexpr (kCluster) {
-    const int rank = cluster_rank(), size = cluster_size();
-    cluster_wait();
-    // Each block posts its value to all blocks, so that nobody reads another block's memory, which may be gone by then.
-    if (warp == 0 && lane < size) *shared_of(blocks + rank, lane) = value;
-    cluster_arrive();
-    cluster_wait();
-    value = over_lanes(lane < size ? blocks[lane] : neutral, kWarp, combine);
-  }
-  return value;
+  return over_lanes(lane < num_warps ? warps[lane] : neutral, kWarp, combine);
 }
 
 }  // namespace fusedmlp

@@ -32,14 +32,6 @@ struct Combine {
   }
 };
 
-struct Max {
-  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
-};
-
-struct Sum {
-  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
-};
-
 __device__ __forceinline__ MaxSum nothing() { return {-INFINITY, 0.0f}; }
 
 // e^(x - max) in place of each value, and their sum.

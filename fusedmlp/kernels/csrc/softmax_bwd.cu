@@ -1,40 +1,10 @@
 // dx = y * (dy - sum(y * dy)) for each row.
+#include "softmax_bwd.cuh"
+#include "softmax_bwd_cluster.cuh"
 #include "softmax_launch.cuh"
 
 namespace fusedmlp {
 namespace {
-
-struct Sum {
-  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
-};
-
-template <typename T, int kVectors>
-__device__ __forceinline__ float dot(const Packed (&dy)[kVectors], const Packed (&y)[kVectors]) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int r = 0; r < kVectors; ++r) {
-    float a[kVec<T>], b[kVec<T>];
-    unpack<T>(dy[r], a);
-    unpack<T>(y[r], b);
-#pragma unroll
-    for (int i = 0; i < kVec<T>; ++i) sum = fmaf(a[i], b[i], sum);
-  }
-  return sum;
-}
-
-template <typename T, typename Index, int kVectors>
-__device__ __forceinline__ void store_dx(T* dx, const Span<Index>& span, Index first, Index step, float sum,
-                                         const Packed (&dy)[kVectors], const Packed (&y)[kVectors]) {
-#pragma unroll
-  for (int r = 0; r < kVectors; ++r) {
-    float a[kVec<T>], b[kVec<T>];
-    unpack<T>(dy[r], a);
-    unpack<T>(y[r], b);
-#pragma unroll
-    for (int i = 0; i < kVec<T>; ++i) a[i] = b[i] * (a[i] - sum);
-    store_vector(dx, span, first + r * step, a);
-  }
-}
 
 // `lanes` neighbouring threads of one warp read one row of dy and y and write dx.
 template <typename T, int kVectors>
@@ -54,23 +24,19 @@ __global__ void __launch_bounds__(kNarrowThreads)
   if (row < M) store_dx<T>(dx + m * N, span, lane, lanes, sum, packed_dy, packed_y);
 }
 
-// One block, or a cluster of blocks, reads one row of dy and y, keeps them in registers, and writes dx.
-template <typename T, int kVectors, bool kCluster>
+// One block reads one row of dy and y, keeps them in registers, and writes dx.
+template <typename T, int kVectors>
 __global__ void __launch_bounds__(kMostThreads)
     softmax_bwd_row_kernel(const T* __restrict__ dy, int64_t stride_dy, const T* __restrict__ y, int64_t stride_y,
                            T* __restrict__ dx, int64_t N) {
-  if constexpr (kCluster) cluster_arrive();
-  const int blocks = kCluster ? cluster_size() : 1;
-  const int rank = kCluster ? cluster_rank() : 0;
-  const int64_t m = blockIdx.x / blocks;
-  const int first = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-  const int step = blocks * static_cast<int>(blockDim.x);
+  const int64_t m = blockIdx.x;
+  const int first = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
   const auto span = span_of<int>(dx + m * N, N);
   Packed packed_dy[kVectors], packed_y[kVectors];
   load_vectors<T>(dy + m * stride_dy, span, first, step, 0.0f, packed_dy);
   load_vectors<T>(y + m * stride_y, span, first, step, 0.0f, packed_y);
   const float of_warp = over_lanes(dot<T>(packed_dy, packed_y), kWarp, Sum{});
-  const float sum = over_row<kCluster>(of_warp, 0.0f, Sum{});
+  const float sum = over_row(of_warp, 0.0f, Sum{});
   keep_packed_until(sum, packed_dy);
   keep_packed_until(sum, packed_y);
   store_dx<T>(dx + m * N, span, first, step, sum, packed_dy, packed_y);
@@ -91,7 +57,7 @@ __global__ void __launch_bounds__(kMostThreads)
     load_vectors<T>(y + m * stride_y, span, first, step, 0.0f, packed_y);
     of_thread += dot<T>(packed_dy, packed_y);
   }
-  const float sum = over_row<false>(over_lanes(of_thread, kWarp, Sum{}), 0.0f, Sum{});
+  const float sum = over_row(over_lanes(of_thread, kWarp, Sum{}), 0.0f, Sum{});
   for (int64_t first = threadIdx.x; first < span.vectors; first += kVectors * step) {
     load_vectors<T>(dy + m * stride_dy, span, first, step, 0.0f, packed_dy);
     load_vectors<T>(y + m * stride_y, span, first, step, 0.0f, packed_y);
@@ -105,7 +71,8 @@ constexpr int kMost = 4;
 template <typename T>
 cudaError_t run(const T* dy, int64_t stride_dy, const T* y, int64_t stride_y, T* dx, int64_t M, int64_t N,
                 int max_cluster, cudaStream_t stream) {
-  const SoftmaxPlan plan = softmax_plan(most_row_vectors(M, N, dx), kMost, max_cluster);
+  const int64_t row_vectors = most_row_vectors(M, N, dx);
+  const SoftmaxPlan plan = softmax_plan(row_vectors, kMost, max_cluster);
   switch (plan.spread) {
     case Spread::kLanes:
       return with_vectors<kMost>(plan.vectors, [&](auto vectors) {
@@ -114,11 +81,12 @@ cudaError_t run(const T* dy, int64_t stride_dy, const T* y, int64_t stride_y, T*
                       dx, M, N, plan.lanes);
       });
     case Spread::kBlock:
-      return launch_rows<float>(softmax_bwd_row_kernel<T, kMost, false>, plan, M, stream, dy, stride_dy, y, stride_y,
+      return launch_rows<float>(softmax_bwd_row_kernel<T, kMost>, plan, M, stream, dy, stride_dy, y, stride_y,
                                 dx, N);
     case Spread::kCluster:
-      return launch_rows<float>(softmax_bwd_row_kernel<T, kMost, true>, plan, M, stream, dy, stride_dy, y, stride_y, dx,
-                                N);
+      return launch_slices(softmax_bwd_cluster_kernel<T, kMostSliceVectors / 2>,
+                           softmax_bwd_cluster_kernel<T, kMostSliceVectors>, slice_plan(row_vectors, 2, max_cluster), M,
+                           stream, dy, stride_dy, y, stride_y, dx, M, N);
     case Spread::kTwice:
       return launch_rows<float>(softmax_bwd_twice_kernel<T, kMost>, plan, M, stream, dy, stride_dy, y, stride_y, dx, N);
   }
@@ -134,21 +102,6 @@ cudaError_t softmax_bwd(Dtype dtype, const void* dy, int64_t stride_dy, const vo
     return run(static_cast<const T*>(dy), stride_dy, static_cast<const T*>(y), stride_y, static_cast<T*>(dx), M, N,
                max_cluster, stream);
   });
-}
-
-cudaError_t max_cluster_size(int* size) {
-  *size = 1;
-  int device = 0, has_clusters = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
-  if (error != cudaSuccess || !has_clusters) return error;
-  int forward = 1, backward = 1;
-  error = max_slices(&forward);
-  if (error != cudaSuccess) return error;
-  error = largest_cluster(softmax_bwd_row_kernel<__nv_bfloat16, kMost, true>, kUsualThreads, kRowSharedBytes<float>,
-                          &backward);
-  *size = forward < backward ? forward : backward;
-  return error;
 }
 
 }  // namespace fusedmlp

@@ -1,5 +1,5 @@
 // y = exp(x - max(x)) / sum(exp(x - max(x))) for each row.
-#include "softmax_cluster.cuh"
+#include "softmax_fwd_cluster.cuh"
 #include "softmax_launch.cuh"
 
 namespace fusedmlp {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kRowThreads<T>)
   const float warp_max = over_lanes(largest<T>(packed), kWarp, Max{});
   keep_packed_until(warp_max, packed);
   const float warp_sum = over_lanes(sum_of_exponentials<T>(warp_max, packed), kWarp, Sum{});
-  const MaxSum of_row = over_row<false>(MaxSum{warp_max, warp_sum}, nothing(), Combine{});
+  const MaxSum of_row = over_row(MaxSum{warp_max, warp_sum}, nothing(), Combine{});
   keep_packed_until(of_row.sum, packed);
   const float scale = 1.0f / of_row.sum;
 #pragma unroll
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kMostThreads)
     unpack_all<T>(packed, values);
     of_thread = Combine{}(of_thread, MaxSum{max, exponentials(max, values)});
   }
-  const MaxSum of_row = over_row<false>(over_lanes(of_thread, kWarp, Combine{}), nothing(), Combine{});
+  const MaxSum of_row = over_row(over_lanes(of_thread, kWarp, Combine{}), nothing(), Combine{});
   for (int64_t first = threadIdx.x; first < span.vectors; first += kVectors * step) {
     load_vectors<T>(x + m * stride_x, span, first, step, -INFINITY, packed);
     unpack_all<T>(packed, values);
@@ -133,24 +133,11 @@ cudaError_t run_lanes(const T* x, int64_t stride_x, T* y, int64_t M, int64_t N, 
 }
 
 template <typename T>
-cudaError_t run_cluster(const T* x, int64_t stride_x, T* y, int64_t M, int64_t N, const SlicePlan& plan,
-                        cudaStream_t stream) {
-  const auto kernel = plan.vectors == kMostSliceVectors ? softmax_fwd_cluster_kernel<T, kMostSliceVectors>
-                                                        : softmax_fwd_cluster_kernel<T, kMostSliceVectors / 2>;
-  const cudaError_t error = allow_cluster(kernel, plan.cluster, kMostSliceBytes);
-  if (error != cudaSuccess) return error;
-  const Grid grid = {M * plan.cluster, kSliceThreads, plan.cluster, plan.shared_bytes};
-  return launch(kernel, grid, stream, x, stride_x, y, M, N, plan.per_warp);
-}
-
-template <typename T>
 cudaError_t run(const T* x, int64_t stride_x, T* y, int64_t M, int64_t N, int max_cluster, cudaStream_t stream) {
   constexpr int kMost = kMostVectors<T>;
   const int64_t row_vectors = most_row_vectors(M, N, y);
   const int most = row_vectors <= int64_t{kUsualThreads} * kMost ? kMost : kMostWide;
-  // A slice is what a block of kUsualThreads would hold in registers.
-  const int most_threads = max_cluster > 1 ? kUsualThreads : kRowThreads<T>;
-  const SoftmaxPlan plan = softmax_plan(row_vectors, most, max_cluster, most_threads);
+  const SoftmaxPlan plan = softmax_plan(row_vectors, most, max_cluster, kRowThreads<T>);
   switch (plan.spread) {
     case Spread::kLanes:
       return run_lanes(x, stride_x, y, M, N, row_vectors, plan, stream);
@@ -160,7 +147,9 @@ cudaError_t run(const T* x, int64_t stride_x, T* y, int64_t M, int64_t N, int ma
       }
       return launch_rows<MaxSum>(softmax_fwd_row_kernel<T, kMostWide>, plan, M, stream, x, stride_x, y, N);
     case Spread::kCluster:
-      return run_cluster(x, stride_x, y, M, N, slice_plan(row_vectors, max_cluster), stream);
+      return launch_slices(softmax_fwd_cluster_kernel<T, kMostSliceVectors / 2>,
+                           softmax_fwd_cluster_kernel<T, kMostSliceVectors>, slice_plan(row_vectors, 1, max_cluster), M,
+                           stream, x, stride_x, y, M, N);
     case Spread::kTwice:
       return launch_rows<MaxSum>(softmax_fwd_twice_kernel<T, 4>, plan, M, stream, x, stride_x, y, N);
   }
@@ -177,8 +166,13 @@ cudaError_t softmax_fwd(Dtype dtype, const void* x, int64_t stride_x, void* y, i
   });
 }
 
-cudaError_t max_slices(int* size) {
-  // Threads and shared memory are the same for every dtype, and are what limits a cluster.
+cudaError_t max_cluster_size(int* size) {
+  *size = 1;
+  int device = 0, has_clusters = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&has_clusters, cudaDevAttrClusterLaunch, device);
+  if (error != cudaSuccess || !has_clusters) return error;
+  // Threads and shared memory are the same for every dtype, forward and backward, and are what limits a cluster.
   return largest_cluster(softmax_fwd_cluster_kernel<__nv_bfloat16, kMostSliceVectors>, kSliceThreads, kMostSliceBytes,
                          size);
 }

@@ -1,6 +1,9 @@
 // From a plan to a launch, the same for forward and backward.
 #pragma once
 
+#include <map>
+#include <mutex>
+#include <tuple>
 #include <type_traits>
 
 #include "launch.cuh"
@@ -62,17 +65,46 @@ cudaError_t largest_cluster(void (*kernel)(Parameters...), int threads, int shar
   return cudaSuccess;
 }
 
-// The largest cluster that the forward pass can have.
-cudaError_t max_slices(int* size);
-
-// One row per block, or per cluster of blocks; V is what its warps exchange.
+// One row per block; V is what its warps exchange.
 template <typename V, typename... Parameters, typename... Arguments>
 cudaError_t launch_rows(void (*kernel)(Parameters...), const SoftmaxPlan& plan, int64_t M, cudaStream_t stream,
                         Arguments... arguments) {
-  const cudaError_t error = allow_cluster(kernel, plan.cluster, kRowSharedBytes<V>);
+  return launch(kernel, {M, plan.threads, 1, kRowSharedBytes<V>}, stream, arguments...);
+}
+
+// Clusters that the current device runs at a time. A kernel has to be allowed to run like that once for each device,
+// and the question takes some microseconds: so both are done at the first launch.
+template <typename... Parameters>
+cudaError_t resident_clusters(void (*kernel)(Parameters...), const Grid& grid, int* clusters) {
+  using Key = std::tuple<const void*, int, int, int>;
+  static std::mutex mutex;
+  static std::map<Key, int> known;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  const Grid grid = {M * plan.cluster, plan.threads, plan.cluster, kRowSharedBytes<V>};
-  return launch(kernel, grid, stream, arguments...);
+  const Key key{reinterpret_cast<const void*>(kernel), device, grid.cluster, grid.shared_bytes};
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known.find(key);
+  if (found != known.end()) return *clusters = found->second, cudaSuccess;
+  error = allow_cluster(kernel, grid.cluster, kMostSliceBytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t config = launch_config(grid, nullptr, &attribute);
+  error = cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+  if (error == cudaSuccess) known[key] = *clusters;
+  return error;
+}
+
+// One row per cluster, by the kernel for slices of the plan's kind. `arguments` are without the last two.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_slices(void (*small)(Parameters...), void (*large)(Parameters...), const SlicePlan& plan, int64_t M,
+                          cudaStream_t stream, Arguments... arguments) {
+  const auto kernel = plan.vectors == kMostSliceVectors ? large : small;
+  const Grid grid = {M * plan.cluster, kSliceThreads, plan.cluster, plan.shared_bytes};
+  int resident = 0;
+  const cudaError_t error = resident_clusters(kernel, grid, &resident);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, grid, stream, arguments..., plan.per_warp, rows_ahead(resident));
 }
 
 }  // namespace fusedmlp

@@ -7,7 +7,14 @@ namespace fusedmlp {
 
 inline int cluster_rank() { return emulation::current->rank; }
 inline int cluster_size() { return static_cast<int>(emulation::cluster->size()); }
-inline void cluster_arrive() {
+// Of what was written before, only barriers that have been set up are seen by others: elsewhere a message meets none.
+inline void cluster_arrive_relaxed() {
+  for (uint64_t* const barrier : emulation::current->set_up) {
+    emulation::MessageBarrier ready = emulation::barrier_at(barrier);
+    ready.state = emulation::MessageBarrier::kReady;
+    *barrier = bits_as<uint64_t>(ready);
+  }
+  emulation::current->set_up.clear();
   emulation::require(emulation::current->cluster_phase < 0, "a second arrive without a wait");
   emulation::current->cluster_phase = emulation::cluster_barrier.phase;
   emulation::cluster_barrier.arrive();
@@ -17,6 +24,7 @@ inline void cluster_wait() {
   emulation::wait_until_over(emulation::cluster_barrier, emulation::current->cluster_phase);
   emulation::current->cluster_phase = -1;
 }
+// Where `pointer`, into this block's shared memory, lies in that of block `rank`.
 template <typename V>
 V* shared_of(V* pointer, int rank) {
   emulation::Block &own = *emulation::current->block, &other = (*emulation::cluster)[rank];
@@ -25,14 +33,19 @@ V* shared_of(V* pointer, int rank) {
 }
 
 inline void expect_messages(uint64_t* barrier, int bytes) {
-  *barrier = bits_as<uint64_t>(emulation::MessageBarrier{emulation::MessageBarrier::kReady, bytes});
+  *barrier = bits_as<uint64_t>(emulation::MessageBarrier{emulation::MessageBarrier::kSetUp, bytes});
+  emulation::current->set_up.push_back(barrier);
 }
-inline void send(float* place, int rank, float a, float b, uint64_t* barrier) {
-  emulation::require(reinterpret_cast<uintptr_t>(place) % 8 == 0, "a misaligned message");
+template <typename V>
+void send(V* place, int rank, V value, uint64_t* barrier) {
+  static_assert(sizeof(V) == 4 || sizeof(V) == 8);
+  emulation::require(reinterpret_cast<uintptr_t>(place) % sizeof(V) == 0, "a misaligned message");
   uint64_t* const counter = shared_of(barrier, rank);
   emulation::require(emulation::barrier_at(counter).state == emulation::MessageBarrier::kReady,
                      "a message to a block that expects none");
-  emulation::messages.push_back({&(*emulation::cluster)[rank], shared_of(place, rank), {a, b}, counter});
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(&value);
+  emulation::messages.push_back(
+      {&(*emulation::cluster)[rank], shared_of(place, rank), {bytes, bytes + sizeof(V)}, counter});
 }
 inline void wait_for_messages(uint64_t* barrier) {
   for (int turn = 0; emulation::barrier_at(barrier).bytes > 0; ++turn) {

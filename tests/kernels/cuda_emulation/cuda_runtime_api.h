@@ -53,6 +53,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, int, int) { return *value 
 // What kernels have been allowed to use; clusters beyond `largest_cluster` the GPU does not have.
 namespace emulation {
 inline int largest_cluster = 16;
+constexpr int kResidentClusters = 5;
 inline std::map<std::pair<const void*, int>, int> allowed;
 template <typename Kernel>
 bool can_run(Kernel kernel, const cudaLaunchConfig_t& config) {
@@ -69,7 +70,7 @@ inline cudaError_t cudaFuncSetAttribute(const void* function, int attribute, int
 }
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel kernel, const cudaLaunchConfig_t* config) {
-  return *count = emulation::can_run(kernel, *config), cudaSuccess;
+  return *count = emulation::can_run(kernel, *config) ? emulation::kResidentClusters : 0, cudaSuccess;
 }
 
 template <typename... Parameters, typename... Arguments>

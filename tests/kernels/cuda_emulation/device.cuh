@@ -122,6 +122,13 @@ inline void copy16_async(void* to, const void* from) {
   std::memset(to, 0xff, 16);
   emulation::current->copies.push_back({to, from});
 }
+inline void prefetch_line(const void* address) {
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  bool inside = emulation::readable.empty();
+  for (const auto& [begin, end] : emulation::readable) inside |= at >= begin && at < end;
+  emulation::require(inside, "a prefetch outside of what is read");
+  emulation::prefetched.insert(at / 128);
+}
 inline void commit_copies() { emulation::current->groups.push_back(std::move(emulation::current->copies)); }
 template <int kPending>
 void wait_copies() {

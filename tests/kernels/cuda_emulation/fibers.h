@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -61,18 +62,19 @@ struct Thread {
   bool done = false;
   std::vector<std::pair<void*, const void*>> copies;               // asked for, of 16 bytes
   std::vector<std::vector<std::pair<void*, const void*>>> groups;  // and committed
+  std::vector<uint64_t*> set_up;                                   // barriers that others do not see yet
 };
 
 // In shared memory; counts bytes that are to come.
 struct MessageBarrier {
-  static constexpr int kReady = 0x5eed;
+  static constexpr int kSetUp = 0x5e, kReady = 0x5eed;
   int state, bytes;
 };
 
 struct Message {
   Block* block;
   void* place;
-  float values[2];
+  std::vector<unsigned char> bytes;
   void* barrier;
 };
 
@@ -96,6 +98,10 @@ inline void wait_at(Barrier& barrier) {
 
 inline std::vector<Message> messages;  // on their way
 
+// What a kernel may read ahead of, if anybody cares, and the lines of 128 bytes that it has.
+inline std::vector<std::pair<uintptr_t, uintptr_t>> readable;
+inline std::set<uintptr_t> prefetched;
+
 inline MessageBarrier barrier_at(const void* place) {
   MessageBarrier barrier;
   std::memcpy(&barrier, place, sizeof(barrier));
@@ -110,8 +116,8 @@ inline void deliver(std::mt19937& random) {
     const Message& message = messages.back();
     require(message.block->running > 0, "a message to a block that has ended");
     MessageBarrier barrier = barrier_at(message.barrier);
-    std::memcpy(message.place, message.values, sizeof(message.values));
-    barrier.bytes -= static_cast<int>(sizeof(message.values));
+    std::memcpy(message.place, message.bytes.data(), message.bytes.size());
+    barrier.bytes -= static_cast<int>(message.bytes.size());
     require(barrier.bytes >= 0, "a message more than expected");
     std::memcpy(message.barrier, &barrier, sizeof(barrier));
     messages.pop_back();
@@ -120,6 +126,7 @@ inline void deliver(std::mt19937& random) {
 
 inline void run_fiber() {
   (*body)();
+  require(current->cluster_phase < 0, "an arrive without a wait");
   current->done = true;
   --current->block->running;
   swapcontext(&current->context, &scheduler);

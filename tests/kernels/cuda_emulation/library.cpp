@@ -29,6 +29,21 @@ int run_column_sums(int dtype, int approximate, const void* dy, const void* prea
                               : add_strips(Dtype(dtype), partial, out, strips_of(M, N, Dtype(dtype)).count, N, nullptr);
 }
 
+// From now on rows of these tensors, `bytes` from the first element to the last, are all that may be read ahead of.
+void watch_prefetches(int count, const void* const* tensors, const int64_t* bytes) {
+  emulation::readable.clear();
+  emulation::prefetched.clear();
+  for (int i = 0; i < count; ++i) {
+    const auto begin = reinterpret_cast<uintptr_t>(tensors[i]);
+    emulation::readable.emplace_back(begin, begin + bytes[i]);
+  }
+}
+
+// Whether the line of 128 bytes that `address` is in has been.
+int was_prefetched(const void* address) {
+  return static_cast<int>(emulation::prefetched.count(reinterpret_cast<uintptr_t>(address) / 128));
+}
+
 int run_softmax_fwd(int dtype, const void* x, int64_t stride_x, void* y, int64_t M, int64_t N, int max_cluster) {
   return softmax_fwd(Dtype(dtype), x, stride_x, y, M, N, max_cluster, nullptr);
 }
@@ -48,9 +63,9 @@ int find_max_cluster(int largest) {
 }
 
 // vectors of a thread, blocks, vectors of a warp, bytes resident on a multiprocessor.
-void plan_slices(int64_t row_vectors, int max_cluster, int64_t* out) {
-  const SlicePlan plan = slice_plan(row_vectors, max_cluster);
-  const int64_t numbers[] = {plan.vectors, plan.cluster, plan.per_warp, resident_bytes(plan)};
+void plan_slices(int64_t row_vectors, int operands, int max_cluster, int64_t* out) {
+  const SlicePlan plan = slice_plan(row_vectors, operands, max_cluster);
+  const int64_t numbers[] = {plan.vectors, plan.cluster, plan.per_warp, resident_bytes(plan, operands)};
   std::copy(std::begin(numbers), std::end(numbers), out);
 }
 
