@@ -71,6 +71,13 @@ __device__ __forceinline__ void keep_packed_until(float then, Packed (&packed)[k
   for (Packed& p : packed) p = {p.x | zero, p.y | zero, p.z | zero, p.w | zero};
 }
 
+// Makes the compiler keep an address, where it would compute it again for each of many accesses nearby.
+template <typename V>
+__device__ __forceinline__ V* kept_pointer(V* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
 __device__ __forceinline__ void unpack_word(uint32_t word, float (&out)[1], float*) { out[0] = __uint_as_float(word); }
 __device__ __forceinline__ void unpack_word(uint32_t word, float (&out)[2], __nv_bfloat16*) {
   // A bf16 is the upper half of an fp32.

@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(kSliceThreads, kSliceBlocks)
   constexpr int kEach = kVectors / 2;
 #pragma unroll
   for (int r = 0; r < kEach; ++r) {
-    request(part_dy, part_dy.first + r * kWarp, 0.0f, kept_dy + r * kWarp);
-    request(part_y, part_y.first + r * kWarp, 0.0f, kept_y + r * kWarp);
+    request(part_dy, r, 0.0f, kept_dy);
+    request(part_y, r, 0.0f, kept_y);
   }
   commit_copies();
   prefetch_ahead(part_dy, stride_dy, M - m, ahead, begin, per_warp, N);

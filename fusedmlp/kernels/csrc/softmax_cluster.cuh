@@ -62,6 +62,7 @@ __device__ __forceinline__ void exchange(const Place<V, kOperands>& place, V of_
 template <typename T>
 struct Part {
   const T* row;
+  const T* lane;  // where vector `first` begins
   Span<int> span;
   int first, end;
   int readable_from, readable_to;  // vectors that lie in x wholly, though perhaps not in the row
@@ -75,18 +76,22 @@ __device__ __forceinline__ Part<T> part_of(const T* x, int64_t stride_x, int64_t
   const int64_t before = m * stride_x, after = (M - 1 - m) * stride_x;
   const int readable_from = before < span.shift ? 1 : 0;
   const int readable_to = after < kVec<T> ? (static_cast<int>(after) + span.end) / kVec<T> : span.vectors;
-  return {x + before, span, begin + lane, min(begin + per_warp, span.vectors), readable_from, readable_to};
+  const int first = begin + lane;
+  const T* const row = x + before;
+  return {row, kept_pointer(row - span.shift + first * kVec<T>), span, first, min(begin + per_warp, span.vectors),
+          readable_from, readable_to};
 }
 
-// One vector on its way to `kept`. Where it is cut and x ends, what the row has of it is read at once.
+// The lane's vector number r on its way to its place after `kept`. Where it is cut and x ends, what the row has of it is
+// read at once.
 template <typename T>
-__device__ __forceinline__ void request(const Part<T>& part, int v, float fill, Packed* kept) {
+__device__ __forceinline__ void request(const Part<T>& part, int r, float fill, Packed* kept) {
+  const int v = part.first + r * kWarp;
   if (v >= part.end) return;
-  const T* base = part.row - part.span.shift;
   if (v >= part.readable_from && v < part.readable_to) {
-    copy16_async(kept, base + v * kVec<T>);
+    copy16_async(kept + r * kWarp, part.lane + r * kWarp * kVec<T>);
   } else {
-    *kept = load_partial(base, v * kVec<T>, part.span, from_float<T>(fill));
+    kept[r * kWarp] = load_partial(part.row - part.span.shift, v * kVec<T>, part.span, from_float<T>(fill));
   }
 }
 

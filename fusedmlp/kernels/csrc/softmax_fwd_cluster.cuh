@@ -42,9 +42,7 @@ __global__ void __launch_bounds__(kSliceThreads, kSliceBlocks)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int r = half * kHalf; r < (half + 1) * kHalf; ++r) {
-      request(part, part.first + r * kWarp, -INFINITY, kept + r * kWarp);
-    }
+    for (int r = half * kHalf; r < (half + 1) * kHalf; ++r) request(part, r, -INFINITY, kept);
     commit_copies();
   }
   prefetch_ahead(part, stride_x, M - m, ahead, begin, per_warp, N);

@@ -96,6 +96,11 @@ Packed push_front(Packed packed, T element) {
 template <int kCount>
 void keep_packed_until(float, Packed (&)[kCount]) {}
 
+template <typename V>
+V* kept_pointer(V* pointer) {
+  return pointer;
+}
+
 inline float lane_xor(float value, int mask) {
   emulation::Block& block = *emulation::current->block;
   const unsigned thread = threadIdx.x;
