@@ -298,11 +298,25 @@ def test_softmax_gradient_in_slices(emulated, N):
     run_softmax_bwd(emulated, kind, dy.values, y.values, empty(2, N, dtype=kind[1]))
 
 
+@pytest.fixture
+def watch_prefetches(emulated):
+    """watch((pointer, elements of 2 bytes), ...): from then on, reading ahead of anything else is an error."""
+
+    def watch(*tensors):
+        pointers = [ctypes.c_void_p(pointer) for pointer, _ in tensors]
+        sizes = [long(2 * elements) for _, elements in tensors]
+        count = len(tensors)
+        emulated.watch_prefetches(count, (ctypes.c_void_p * count)(*pointers), (ctypes.c_int64 * count)(*sizes))
+
+    yield watch
+    watch()
+
+
 PREFETCHED = [(40_000, 0, 0), (33_001, 3, 8), (50_257, 5, 24), (65_536, 0, 64)]
 
 
 @pytest.mark.parametrize(("N", "offset", "gap"), PREFETCHED)
-def test_later_rows_are_read_ahead(emulated, N, offset, gap):
+def test_later_rows_are_read_ahead(emulated, watch_prefetches, N, offset, gap):
     """Once for each row but the first, and nothing beside the tensor's rows; the emulated device runs 5 clusters."""
     kind = DTYPES["bf16"]
     values = torch.randn(3, N).to(kind[1])
@@ -310,31 +324,26 @@ def test_later_rows_are_read_ahead(emulated, N, offset, gap):
     out = Guarded(torch.full((3, N), math.nan, dtype=kind[1]), offset)
     elements = 2 * (N + gap) + N
 
-    def watch(*tensors):
-        pointers = (ctypes.c_void_p * len(tensors))(*[t.values.data_ptr() for t in tensors])
-        emulated.watch_prefetches(len(tensors), pointers, (ctypes.c_int64 * len(tensors))(*[2 * elements] * len(tensors)))
-
     def lines_read_ahead(tensor, row):
         first = tensor.values[row].data_ptr()
         asked = [emulated.was_prefetched(ctypes.c_void_p(at)) for at in range(first, first + 2 * N - 128, 128)]
         return sum(asked) / len(asked)
 
-    watch(x)
+    watch_prefetches((x.values.data_ptr(), elements))
     stride = long(N + gap)
     assert emulated.run_softmax_fwd(kind[0], x.pointer, stride, out.pointer, long(3), long(N), 16) == 0
     assert [lines_read_ahead(x, row) for row in range(3)] == pytest.approx([0.0, 1.0, 1.0], abs=1e-3)
-    watch(dy, y)
+    watch_prefetches((dy.values.data_ptr(), elements), (y.values.data_ptr(), elements))
     run_softmax_bwd(emulated, kind, dy.values, y.values, out)
     for tensor in (dy, y):
         assert [lines_read_ahead(tensor, row) for row in range(3)] == pytest.approx([0.0, 1.0, 1.0], abs=1e-3)
-    emulated.watch_prefetches(0, None, None)
 
 
 @pytest.mark.parametrize(
     ("offset", "N", "stride"),
     [(3, 33_001, 33_009), (0, 40_003, 40_011), (5, 50_257, 25), (1, 50_003, 3), (1, 50_008, 0)],
 )
-def test_softmax_in_slices_of_rows_that_begin_anywhere(emulated, offset, N, stride):
+def test_softmax_in_slices_of_rows_that_begin_anywhere(emulated, watch_prefetches, offset, N, stride):
     """Cut vectors at both ends of the tensor, beside gaps, and in rows that overlap or are one and the same."""
     kind = DTYPES["bf16"]
     memory = torch.full((64 + offset + 2 * stride + N + 64,), math.nan, dtype=kind[1])
@@ -343,16 +352,14 @@ def test_softmax_in_slices_of_rows_that_begin_anywhere(emulated, offset, N, stri
     memory[start : start + 2 * stride + N] = torch.randn(2 * stride + N).to(kind[1])
     y = Guarded(torch.full((3, N), math.nan, dtype=kind[1]), offset)
     pointer = ctypes.c_void_p(x.data_ptr())
-    emulated.watch_prefetches(1, (ctypes.c_void_p * 1)(pointer), (ctypes.c_int64 * 1)(2 * (2 * stride + N)))
+    watch_prefetches((x.data_ptr(), 2 * stride + N))
     assert emulated.run_softmax_fwd(kind[0], pointer, long(stride), y.pointer, long(3), long(N), 16) == 0
     y.check_untouched_around()
     assert_close(y.values, torch.softmax(x.double(), 1))
     # As the gradient of y, whose rows are in step with these.
     dy, probabilities = x, Guarded(y.values.clone(), offset)
-    begin = (ctypes.c_void_p * 2)(pointer, probabilities.pointer)
-    emulated.watch_prefetches(2, begin, (ctypes.c_int64 * 2)(2 * (2 * stride + N), 2 * 3 * N))
+    watch_prefetches((x.data_ptr(), 2 * stride + N), (probabilities.values.data_ptr(), 3 * N))
     run_softmax_bwd(emulated, kind, dy, probabilities.values, Guarded(torch.full_like(y.values, math.nan), offset))
-    emulated.watch_prefetches(0, None, None)
 
 
 def test_softmax_of_rows_with_gaps(emulated, kind):

@@ -148,14 +148,33 @@ def test_tf32_follows_pytorch(on_gpu, monkeypatch):
     assert errors[False] < 1e-5 < errors[True] < 1e-2
 
 
-# Where the ways to hold a row meet: 1024 columns in a warp, 32768 (fp32: 16384) in a block, then clusters of 2, 4, 8
-# and 16 blocks with slices of both kinds, and two passes. Columns that are not a multiple of 16 bytes, so that every
+# Where the ways to hold a row meet: 1024 columns in a warp, 32768 (fp32, backward: 16384) in a block, then clusters of
+# 2, 4, 8 and 16 blocks with slices of both kinds, and two passes. Columns that are not a multiple of 16 bytes, so that every
 # row begins elsewhere.
 @pytest.mark.gpu
 @in_all_dtypes
 @pytest.mark.parametrize(
     "columns",
-    [1024, 1025, 8191, 16384, 16385, 32768, 32769, 50257, 65536, 65537, 131072, 200000, 262143, 262144, 524288, 600001],
+    [
+        64,
+        128,
+        1024,
+        1025,
+        8191,
+        16384,
+        16385,
+        32768,
+        32769,
+        50257,
+        65536,
+        65537,
+        131072,
+        200000,
+        262143,
+        262144,
+        524288,
+        600001,
+    ],
 )
 def test_softmax_across_widths(on_gpu, dtype, columns):
     x, dy = normal(5, columns, dtype=dtype, scale=3.0), normal(5, columns, dtype=dtype)
@@ -184,17 +203,24 @@ def test_softmax_of_special_rows_that_are_wide(on_gpu, dtype):
 @in_all_dtypes
 def test_softmax_of_many_wide_rows_in_a_graph(on_gpu, dtype):
     """Clusters of several rows at a time on each multiprocessor; a recorded launch; the same bits every time."""
-    x = normal(2000, 50257, dtype=dtype, scale=3.0)
+    x, dy = normal(2000, 50257, dtype=dtype, scale=3.0), normal(2000, 50257, dtype=dtype)
     expected = cuda_ops.softmax_fwd(x, 1)
     assert_within(expected, torch.softmax(x.double(), 1), torch.softmax(x, 1), "y")
+    expected_dx = cuda_ops.softmax_bwd(dy, expected, 1)
+    exact_dx = torch._softmax_backward_data(dy.double(), expected.double(), 1, torch.float64)
+    eager_dx = torch._softmax_backward_data(dy, expected, 1, dtype)
+    assert_within(expected_dx, exact_dx, eager_dx, "dx", dy.abs().max().item())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = cuda_ops.softmax_fwd(x, 1)
+        dx = cuda_ops.softmax_bwd(dy, y, 1)
     for _ in range(3):
         y.zero_()
+        dx.zero_()
         graph.replay()
         assert torch.equal(y, expected)
+        assert torch.equal(dx, expected_dx)
 
 
 @pytest.mark.gpu

@@ -30,6 +30,9 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
   return y;
 }
 
+// Of a power of two: a division by it becomes a shift.
+__device__ __forceinline__ int log2_of(int power) { return __ffs(power) - 1; }
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }

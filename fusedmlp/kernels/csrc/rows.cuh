@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_vector(T* row, const Span<Index>& span, In
 // and in the same order every time. V has a lane_xor() of its own, as float has.
 template <typename V, typename Combine>
 __device__ __forceinline__ V over_lanes(V value, int lanes, Combine combine) {
-  for (int mask = lanes / 2; mask > 0; mask /= 2) value = combine(value, lane_xor(value, mask));
+  for (int mask = lanes >> 1; mask > 0; mask >>= 1) value = combine(value, lane_xor(value, mask));
   return value;
 }
 

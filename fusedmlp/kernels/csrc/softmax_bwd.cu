@@ -11,9 +11,10 @@ template <typename T, int kVectors>
 __global__ void __launch_bounds__(kNarrowThreads)
     softmax_bwd_lanes_kernel(const T* __restrict__ dy, int64_t stride_dy, const T* __restrict__ y, int64_t stride_y,
                              T* __restrict__ dx, int64_t M, int64_t N, int lanes) {
-  const int64_t rows = blockDim.x / lanes;
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
-  const int64_t row = blockIdx.x * rows + threadIdx.x / lanes;
+  const int lane_bits = log2_of(lanes);
+  const int64_t rows = blockDim.x >> lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t row = blockIdx.x * rows + (threadIdx.x >> lane_bits);
   // Lanes beyond the last row take part in the shuffles: they compute it too, and write nothing.
   const int64_t m = min(row, M - 1);
   const auto span = span_of<int>(dx + m * N, N);

@@ -42,22 +42,22 @@ constexpr int kMostWide = 8;
 template <typename T, int kVectors>
 constexpr int kLanesThreads = kVectors == kMostVectors<T> ? kNarrowThreads / 2 : kNarrowThreads;
 
-// `lanes` neighbouring threads of one warp read one row of x and write its softmax. With kFull, these are a whole warp,
-// and the row is exactly what it can hold: no element has to be asked whether it is there.
-template <typename T, int kVectors, bool kFull>
+// `lanes` neighbouring threads of one warp read one row of x and write its softmax. With kFull, the row is exactly what
+// they can hold: no element has to be asked whether it is there. kLanes: `lanes`, or 0 where it is known only at run
+// time.
+template <typename T, int kVectors, bool kFull, int kLanes>
 __global__ void __launch_bounds__(kLanesThreads<T, kVectors>)
     softmax_fwd_lanes_kernel(const T* __restrict__ x, int64_t stride_x, T* __restrict__ y, int64_t M, int64_t N,
                              int lanes) {
-  if constexpr (kFull) {
-    lanes = kWarp;
-    N = kWarp * kVectors * kVec<T>;
-  }
-  const int64_t rows = blockDim.x / lanes;
-  const int lane = static_cast<int>(threadIdx.x) % lanes;
-  const int64_t row = blockIdx.x * rows + threadIdx.x / lanes;
+  if constexpr (kLanes != 0) lanes = kLanes;
+  if constexpr (kFull) N = lanes * kVectors * kVec<T>;
+  const int lane_bits = log2_of(lanes);
+  const int64_t rows = blockDim.x >> lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t row = blockIdx.x * rows + (threadIdx.x >> lane_bits);
   // Lanes beyond the last row take part in the shuffles: they compute it too, and write nothing.
   const int64_t m = min(row, M - 1);
-  const auto span = kFull ? Span<int>{0, static_cast<int>(N), kWarp * kVectors, true} : span_of<int>(y + m * N, N);
+  const auto span = kFull ? Span<int>{0, static_cast<int>(N), lanes * kVectors, true} : span_of<int>(y + m * N, N);
   Packed packed[kVectors];
   load_vectors<T>(x + m * stride_x, span, lane, lanes, -INFINITY, packed);
   const float max = over_lanes(largest<T>(packed), lanes, Max{});
@@ -123,9 +123,13 @@ cudaError_t run_lanes(const T* x, int64_t stride_x, T* y, int64_t M, int64_t N, 
                       const SoftmaxPlan& plan, cudaStream_t stream) {
   return with_vectors<kMostVectors<T>>(plan.vectors, [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
-    const bool full = row_vectors == kWarp * kVectors && row_vectors * kVec<T> == N;
-    const auto kernel =
-        full ? softmax_fwd_lanes_kernel<T, kVectors, true> : softmax_fwd_lanes_kernel<T, kVectors, false>;
+    const bool full = row_vectors == plan.lanes * kVectors && row_vectors * kVec<T> == N;
+    auto kernel = softmax_fwd_lanes_kernel<T, kVectors, false, 0>;
+    if (full && plan.lanes == kWarp) {
+      kernel = softmax_fwd_lanes_kernel<T, kVectors, true, kWarp>;
+    } else if constexpr (kVectors == 1) {
+      if (full) kernel = softmax_fwd_lanes_kernel<T, 1, true, 0>;
+    }
     constexpr int kThreads = kLanesThreads<T, kVectors>;
     const Grid grid = {ceil_div(M, kThreads / plan.lanes), kThreads};
     return launch(kernel, grid, stream, x, stride_x, y, M, N, plan.lanes);

@@ -34,6 +34,11 @@ inline float exp2_approx(float x) {
 }
 inline float rsqrt_approx(float x) { return 1.0f / std::sqrt(x); }
 
+inline int log2_of(int power) {
+  emulation::require(power > 0 && (power & (power - 1)) == 0, "a logarithm that is no integer");
+  return __builtin_ctz(static_cast<unsigned>(power));
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(__half x) { return static_cast<float>(bits_as<_Float16>(x.bits)); }
 inline float to_float(__nv_bfloat16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
