@@ -1,8 +1,8 @@
 // Rows that one block cannot hold: each block of a cluster keeps a slice of them in shared memory.
 //
 // The slice comes by asynchronous copies, which need no registers for what is under way, so that several blocks, of
-// several rows, load, wait for one another and store on the same multiprocessor. Each cluster also asks the L2 cache for
-// a row that comes a little later: memory goes on reading while clusters reduce, wait and store.
+// several rows, load, wait for one another and store on the same multiprocessor. Each cluster also asks the L2 cache
+// for a row that comes a little later: memory goes on reading while clusters reduce, wait and store.
 //
 // The warps of a row tell one another their results by messages: each warp writes its own into one place in the shared
 // memory of every block, and every block waits on a barrier of its own until all places are filled. Nothing else is
@@ -82,8 +82,8 @@ __device__ __forceinline__ Part<T> part_of(const T* x, int64_t stride_x, int64_t
           readable_from, readable_to};
 }
 
-// The lane's vector number r on its way to its place after `kept`. Where it is cut and x ends, what the row has of it is
-// read at once.
+// The lane's vector number r on its way to its place after `kept`. Where it is cut and x ends, what the row has of it
+// is read at once.
 template <typename T>
 __device__ __forceinline__ void request(const Part<T>& part, int r, float fill, Packed* kept) {
   const int v = part.first + r * kWarp;
@@ -110,8 +110,8 @@ __device__ __forceinline__ Packed arrived(const Part<T>& part, int v, float fill
   return *kept;
 }
 
-// The warp's part of the row `ahead` rows later, if there is one, to L2: a line a lane. Addresses are those of the row's
-// own elements, 128 bytes apart, so that each is in x and every line but perhaps the last is asked for.
+// The warp's part of the row `ahead` rows later, if there is one, to L2: a line a lane. Addresses are those of the
+// row's own elements, 128 bytes apart, so that each is in x and every line but perhaps the last is asked for.
 template <typename T>
 __device__ __forceinline__ void prefetch_ahead(const Part<T>& part, int64_t stride_x, int64_t rows_left, int ahead,
                                                int begin, int per_warp, int64_t N) {
