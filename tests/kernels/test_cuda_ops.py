@@ -155,8 +155,7 @@ def test_tf32_follows_pytorch(on_gpu, monkeypatch):
 @in_all_dtypes
 @pytest.mark.parametrize(
     "columns",
-    [64, 128, 1024, 1025, 8191, 16384, 16385, 32768, 32769, 50257, 65536, 65537, 131072, 131073, 200000]
-    + [262143, 262144, 262145, 524288, 600001],
+    [128, 1024, 1025, 8191, 16384, 16385, 32768, 32769, 50257, 65537, 131072, 200000, 262143, 262144, 524288, 600001],
 )
 def test_softmax_across_widths(on_gpu, dtype, columns):
     x, dy = normal(5, columns, dtype=dtype, scale=3.0), normal(5, columns, dtype=dtype)
