@@ -21,6 +21,7 @@ try:
 except ImportError as error:
     raise ImportError("Triton is missing: `pip install triton` (Linux), or use impl=native or impl=compiled") from error
 
+from fusedmlp.impls import _stack
 from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
 from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
@@ -139,9 +140,9 @@ def _fake_dgelu_dbias(dy, preact, approximate, need_dbias):
     return torch.empty_like(preact), preact.new_empty(preact.shape[1] if need_dbias else 0)
 
 
-def _fake_dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias):
-    act = preact.new_empty(preact.shape if store_act else 0)
-    return torch.empty_like(preact), act, preact.new_empty(preact.shape[1] if need_dbias else 0)
+def _fake_dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias, store_product=False):
+    second = preact.new_empty(preact.shape if store_act or store_product else 0)
+    return torch.empty_like(preact), second, preact.new_empty(preact.shape[1] if need_dbias else 0)
 
 
 _linear_gelu_fwd = _register(
@@ -155,8 +156,8 @@ _dgelu_dbias = _register(
     _fake_dgelu_dbias,
 )
 _dgelu_gemm = _register(
-    "dgelu_gemm(Tensor dy, Tensor weight, Tensor preact, str approximate, bool store_act, bool need_dbias)"
-    " -> (Tensor, Tensor, Tensor)",
+    "dgelu_gemm(Tensor dy, Tensor weight, Tensor preact, str approximate, bool store_act, bool need_dbias,"
+    " bool store_product=False) -> (Tensor, Tensor, Tensor)",
     _rounded_products(dgelu_gemm),
     _fake_dgelu_gemm,
 )
@@ -192,7 +193,7 @@ def _free_saved(ctx) -> None:
 
 
 class _LinearGelu(torch.autograd.Function):
-    """Keeps preact (M, N), and what the wanted gradients need of x and weight.
+    """Keeps preact (M, N), and what the wanted gradients need of x and weight. `_stack` links it to its like.
 
     preact is an output too, so that it leads to all inputs and a second derivative is noticed.
     """
@@ -204,6 +205,7 @@ class _LinearGelu(torch.autograd.Function):
         need_dx, need_dweight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(preact, x if need_dweight else None, weight if need_dx else None)
         ctx.approximate, ctx.x_shape = approximate, x.shape
+        _stack.prepare(ctx, x, weight)
         return _like_rows_of(x, act), preact
 
     @staticmethod
@@ -212,11 +214,27 @@ class _LinearGelu(torch.autograd.Function):
         preact, x, weight = ctx.saved_tensors
         _free_saved(ctx)
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
-        dpreact, dbias = _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
-        del preact
-        dx = (dpreact @ weight).view(ctx.x_shape) if need_dx else None
+        ready = _stack.take(ctx, dy)
+        dpreact, dbias = ready or _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
+        del preact, ready
+        before = _stack.layer_before(ctx, x)
+        # First, so that x is let go before dx is there, and the layer before's dpreact maybe.
         dweight = dpreact.t() @ _rows(x) if need_dweight else None
+        del x
+        dx = _dx(dpreact, weight, before, ctx.x_shape) if need_dx else None
         return dx, dweight, dbias if need_dbias else None, None
+
+
+def _dx(dpreact: Tensor, weight: Tensor, before, shape: torch.Size) -> Tensor:
+    """dpreact @ weight; with it, where there is a layer `before` in a stack, what the dGELU of that one makes of it."""
+    preact = None if before is None else _stack.preact_of(before)
+    if preact is None:
+        return (dpreact @ weight).view(shape)
+    need_dbias = before.needs_input_grad[2]
+    dpreact, dx, dbias = _dgelu_gemm(dpreact, weight, preact, before.approximate, False, need_dbias, True)
+    dx = dx.view(shape)
+    _stack.hand_over(before, dx, dpreact, dbias)
+    return dx
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:

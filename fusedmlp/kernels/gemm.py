@@ -1,7 +1,8 @@
 """Persistent GEMM with GELU in its epilogue, in plain Triton: every card, dtype and size.
 
     forward:  preact = a @ b + bias, act = gelu(preact)
-    backward: dpreact = (a @ b) * gelu'(preact), act = gelu(preact), partial = column sums of dpreact by tile row
+    backward: dpreact = (a @ b) * gelu'(preact), act = gelu(preact) or the product a @ b itself, partial = column sums
+              of dpreact by tile row
 
 `M` rows, `N` columns of the result, `K` summed over. a is (M, K) with contiguous rows; b is (K, N), stored as (N, K)
 where B_IS_NK, else as (K, N), with contiguous rows either way; results have contiguous rows of N. With USE_TMA the
@@ -116,12 +117,12 @@ def _load_early(a, first_row, first_column, rows, columns, USE_TMA: tl.constexpr
 
 @triton.jit
 def _dgelu_tile(
-    dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K,
-    APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
+    dy, weight, preact, dpreact, second, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K,
+    APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, STORE_PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr, B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREACT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dpreact, and of act and the column sums if asked for."""
+    """One tile of dpreact, and of act or the product and the column sums if asked for."""
     m = pid_m * BLOCK_M
     n = pid_n * BLOCK_N
     if PREACT_FIRST:
@@ -131,11 +132,13 @@ def _dgelu_tile(
     )
     if not PREACT_FIRST:
         z = _load(preact, N, m, n, M, N, USE_TMA, BLOCK_M, BLOCK_N)
-    act_tile, grad = gelu_and_grad(z.to(tl.float32), APPROXIMATE)
+    if STORE_PRODUCT:
+        _store(second, acc, m, n, M, N, USE_TMA)
+    act, grad = gelu_and_grad(z.to(tl.float32), APPROXIMATE)
     acc *= grad
     _store(dpreact, acc, m, n, M, N, USE_TMA)
     if STORE_ACT:
-        _store(act, act_tile, m, n, M, N, USE_TMA)
+        _store(second, act, m, n, M, N, USE_TMA)
     if SUM_ROWS:
         # A row beyond M is zero times b, which is NaN where b is not finite.
         inside = (m + tl.arange(0, BLOCK_M) < M)[:, None]
@@ -146,13 +149,14 @@ def _dgelu_tile(
 
 @triton.jit
 def _dgelu_kernel(
-    dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, M, N, K, num_programs,
-    APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
+    dy, weight, preact, dpreact, second, partial_ptr, stride_dy, stride_w, M, N, K, num_programs,
+    APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, STORE_PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr, B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PREACT_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dpreact = (dy @ weight) * gelu'(preact); act and partial_ptr (cdiv(M, BLOCK_M), N) in fp32 if asked for.
+    """dpreact = (dy @ weight) * gelu'(preact); if asked for, second = gelu(preact) (STORE_ACT) or dy @ weight
+    (STORE_PRODUCT), and partial_ptr (cdiv(M, BLOCK_M), N) in fp32.
 
     With PREACT_FIRST there is a program for every tile, and it reads the tile's preact before the products: where all
     programs run at once, nothing else hides that read. Else preact is a descriptor like the others.
@@ -162,13 +166,14 @@ def _dgelu_kernel(
     if PREACT_FIRST:
         pid_m, pid_n = tile_position(tl.program_id(0), num_m, num_n, GROUP_M)
         _dgelu_tile(
-            dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE,
-            STORE_ACT, SUM_ROWS, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K, True,
+            dy, weight, preact, dpreact, second, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE,
+            STORE_ACT, SUM_ROWS, STORE_PRODUCT, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K, True,
         )  # fmt: skip
     else:
         for tile in tl.range(tl.program_id(0), num_m * num_n, num_programs, flatten=USE_TMA):
             pid_m, pid_n = tile_position(tile, num_m, num_n, GROUP_M)
             _dgelu_tile(
-                dy, weight, preact, dpreact, act, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE,
-                STORE_ACT, SUM_ROWS, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K, False,
+                dy, weight, preact, dpreact, second, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K,
+                APPROXIMATE, STORE_ACT, SUM_ROWS, STORE_PRODUCT, PRECISION, B_IS_NK, USE_TMA,
+                BLOCK_M, BLOCK_N, BLOCK_K, False,
             )  # fmt: skip

@@ -12,7 +12,8 @@ launcher uses it with those of `configs.HOPPER_TRITON`, with which it ran on an 
 
     product = a @ b, a (M, K), b (K, N) stored as (N, K) where B_IS_NK; fp32 accumulator
     forward:  preact = product + bias, act = gelu(preact)
-    backward: dpreact = product * gelu'(preact), act = gelu(preact), partial_ptr (cdiv(M, BLOCK_M), N) = its column sums
+    backward: dpreact = product * gelu'(preact), act = gelu(preact) or the product itself, partial_ptr
+              (cdiv(M, BLOCK_M), N) = column sums of dpreact
 
 Operands bf16 or fp16, every row 16-byte aligned (TMA); M, N, K need not be multiples of the block sizes.
 """
@@ -252,21 +253,26 @@ def _row_halves(x):
 
 
 @gluon.jit
-def _dgelu(product, smem, APPROXIMATE: gl.constexpr, PUT_ACT: gl.constexpr):
-    """Put act or dpreact where the preact was, in `smem`; returns dpreact."""
+def _dgelu(product, smem, APPROXIMATE: gl.constexpr, PUT: gl.constexpr):
+    """Put PUT, "dpreact", "act" or "product", where the preact was, in `smem`; returns dpreact."""
     act, grad = _gelu_and_grad(smem.load(product.type.layout).to(gl.float32), APPROXIMATE)
     dpreact = (product * grad).to(smem.dtype)
-    smem.store(act.to(smem.dtype) if PUT_ACT else dpreact)
+    if PUT == "act":
+        smem.store(act.to(smem.dtype))
+    elif PUT == "product":
+        smem.store(product.to(smem.dtype))
+    else:
+        smem.store(dpreact)
     return dpreact
 
 
 @gluon.jit
-def _dgelu_put_act(product, smem, APPROXIMATE: gl.constexpr):
-    """Put act where the preact was, in two steps, which take fewer registers; returns the halves of dpreact."""
+def _dgelu_by_halves(product, smem, APPROXIMATE: gl.constexpr, PUT: gl.constexpr):
+    """`_dgelu` in two steps, which take fewer registers; returns the halves of dpreact."""
     ROWS: gl.constexpr = smem.shape[0] // 2
     upper, lower = _row_halves(product)
-    upper = _dgelu(upper, smem.slice(0, ROWS, dim=0), APPROXIMATE, True)
-    return upper, _dgelu(lower, smem.slice(ROWS, ROWS, dim=0), APPROXIMATE, True)
+    upper = _dgelu(upper, smem.slice(0, ROWS, dim=0), APPROXIMATE, PUT)
+    return upper, _dgelu(lower, smem.slice(ROWS, ROWS, dim=0), APPROXIMATE, PUT)
 
 
 @gluon.jit
@@ -301,11 +307,11 @@ def _column_sums(smem, sums_ptr, first_m, first_n, M, N):
 
 @gluon.jit
 def _bwd_consumer(
-    ring, turn, out_smem, loaded, preact_desc, dpreact_desc, act_desc, partial_ptr, M, N, K, num_programs,
+    ring, turn, out_smem, loaded, preact_desc, dpreact_desc, second_desc, partial_ptr, M, N, K, num_programs,
     ME: gl.constexpr, APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr, SUM_ROWS: gl.constexpr,
-    B_IS_NK: gl.constexpr, GROUP_M: gl.constexpr,
+    STORE_PRODUCT: gl.constexpr, B_IS_NK: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Every second tile of this program: products, then GELU's derivative; writes dpreact, act, column sums."""
+    """Every second tile of this program: products, then GELU's derivative; writes dpreact, second, column sums."""
     BLOCK_M: gl.constexpr = preact_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = preact_desc.block_type.shape[1]
     HALF_N: gl.constexpr = BLOCK_N // 2
@@ -332,16 +338,17 @@ def _bwd_consumer(
         acc = _finish(acc, ring, step + num_k)
         mbarrier.wait(bar, i & 1)
         left, right = _column_halves(acc, half)
-        if STORE_ACT:
-            left_rows = _dgelu_put_act(left, left_smem, APPROXIMATE)
-            right_rows = _dgelu_put_act(right, right_smem, APPROXIMATE)
-            _send(act_desc, pid_m, pid_n, smem)
+        if STORE_ACT or STORE_PRODUCT:
+            PUT: gl.constexpr = "act" if STORE_ACT else "product"
+            left_rows = _dgelu_by_halves(left, left_smem, APPROXIMATE, PUT)
+            right_rows = _dgelu_by_halves(right, right_smem, APPROXIMATE, PUT)
+            _send(second_desc, pid_m, pid_n, smem)
             _await_sent()
             _store_rows(left_smem, left_rows[0], left_rows[1])
             _store_rows(right_smem, right_rows[0], right_rows[1])
         else:
-            _dgelu(left, left_smem, APPROXIMATE, False)
-            _dgelu(right, right_smem, APPROXIMATE, False)
+            _dgelu(left, left_smem, APPROXIMATE, "dpreact")
+            _dgelu(right, right_smem, APPROXIMATE, "dpreact")
         _send(dpreact_desc, pid_m, pid_n, smem)
         if SUM_ROWS:
             _column_sums(smem, partial_ptr + pid_m.to(gl.int64) * N, m, n, M, N)
@@ -399,11 +406,12 @@ def _hopper_linear_gelu_fwd_kernel(
 
 @gluon.jit
 def _hopper_dgelu_kernel(
-    dy_desc, weight_desc, preact_desc, dpreact_desc, act_desc, partial_ptr, M, N, K, num_programs,
-    APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr, SUM_ROWS: gl.constexpr, B_IS_NK: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    dy_desc, weight_desc, preact_desc, dpreact_desc, second_desc, partial_ptr, M, N, K, num_programs,
+    APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr, SUM_ROWS: gl.constexpr, STORE_PRODUCT: gl.constexpr,
+    B_IS_NK: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dpreact = (dy @ weight) * gelu'(preact), and act and column sums if asked for."""
+    """dpreact = (dy @ weight) * gelu'(preact); if asked for, second = gelu(preact) (STORE_ACT) or dy @ weight
+    (STORE_PRODUCT), and column sums."""
     ring = _ring(dy_desc, weight_desc, STAGES)
     turn = _barriers(2)
     loaded = _barriers(2)
@@ -411,12 +419,12 @@ def _hopper_dgelu_kernel(
     # fmt: off
     gl.warp_specialize(
         [
-            (_bwd_consumer, (ring, turn, out_smem, loaded, preact_desc, dpreact_desc, act_desc, partial_ptr,
+            (_bwd_consumer, (ring, turn, out_smem, loaded, preact_desc, dpreact_desc, second_desc, partial_ptr,
                              M, N, K, num_programs,
-                             gl.constexpr(0), APPROXIMATE, STORE_ACT, SUM_ROWS, B_IS_NK, GROUP_M)),
-            (_bwd_consumer, (ring, turn, out_smem, loaded, preact_desc, dpreact_desc, act_desc, partial_ptr,
+                             gl.constexpr(0), APPROXIMATE, STORE_ACT, SUM_ROWS, STORE_PRODUCT, B_IS_NK, GROUP_M)),
+            (_bwd_consumer, (ring, turn, out_smem, loaded, preact_desc, dpreact_desc, second_desc, partial_ptr,
                              M, N, K, num_programs,
-                             gl.constexpr(1), APPROXIMATE, STORE_ACT, SUM_ROWS, B_IS_NK, GROUP_M)),
+                             gl.constexpr(1), APPROXIMATE, STORE_ACT, SUM_ROWS, STORE_PRODUCT, B_IS_NK, GROUP_M)),
             (_producer, (ring, dy_desc, weight_desc, M, N, K, num_programs, B_IS_NK, GROUP_M)),
         ],
         [4, 1],

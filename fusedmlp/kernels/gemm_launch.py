@@ -24,10 +24,10 @@ def forward(problem: Problem, config: GemmConfig, strides: tuple[int, int], flag
 
 
 def backward(problem: Problem, config: GemmConfig, strides: tuple[int, int], flags: tuple, b_is_nk: bool) -> Launch:
-    """Launch of the kernel with dGELU in its epilogue with (dy, weight, preact, dpreact, act, partial).
+    """Launch of the kernel with dGELU in its epilogue with (dy, weight, preact, dpreact, act or product, partial).
 
     Args:
-        strides: from row to row of dy and weight.  flags: APPROXIMATE, STORE_ACT, SUM_ROWS.
+        strides: from row to row of dy and weight.  flags: APPROXIMATE, STORE_ACT, SUM_ROWS, STORE_PRODUCT.
     """
     a, b, c = _blocks(config, b_is_nk)
     arguments = ((0, a), (1, b), (2, c), (3, c), (4, c), (5, None))

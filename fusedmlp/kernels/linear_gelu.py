@@ -51,35 +51,46 @@ def linear_gelu_fwd(
 
 
 def dgelu_gemm(
-    dy: Tensor, weight: Tensor, preact: Tensor, approximate: str, store_act: bool, need_dbias: bool
+    dy: Tensor,
+    weight: Tensor,
+    preact: Tensor,
+    approximate: str,
+    store_act: bool,
+    need_dbias: bool,
+    store_product: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dpreact = (dy @ weight) * gelu'(preact): back through the MLP's second layer and its GELU.
+    """dpreact = (dy @ weight) * gelu'(preact): back through a layer and the GELU before it.
 
     Args:
         dy: (M, K), any strides.  weight: (K, N), any strides.  preact: (M, N), contiguous; all of one dtype.
-        store_act: also give gelu(preact).  need_dbias: also give the sum of dpreact over rows.
-    Returns: dpreact (M, N), act (M, N) or (0,), dbias (N,) or (0,); dtype of dy, sums accumulated in fp32.
+        store_act: also give gelu(preact).  store_product: or dy @ weight.
+        need_dbias: also give the sum of dpreact over rows.
+    Returns: dpreact (M, N); act or the product (M, N), or (0,); dbias (N,) or (0,). In the dtype of dy; sums are
+        accumulated in fp32.
+    Raises: ValueError if both act and the product are asked for.
     """
+    if store_act and store_product:
+        raise ValueError("dgelu_gemm gives act or the product, not both")
     (M, K), N = dy.shape, weight.shape[1]
     dpreact = torch.empty_like(preact)
-    act = torch.empty_like(preact) if store_act else preact.new_empty(0)
+    second = torch.empty_like(preact) if store_act or store_product else preact.new_empty(0)
     if M == 0 or N == 0:
-        return dpreact, act, preact.new_zeros(N if need_dbias else 0)
+        return dpreact, second, preact.new_zeros(N if need_dbias else 0)
     if K == 0:
         dy, weight = dy.new_zeros((M, 8)), weight.new_zeros((8, N))
     dy = _with_contiguous_rows(dy)
     weight, as_stored = _stored(weight)
-    flags = (approximate, store_act, need_dbias)
+    flags = (approximate, store_act, need_dbias, store_product)
     # Tensors that are not asked for are not touched; any one stands in for them.
-    tensors = (dy, weight, preact, dpreact, act if store_act else dpreact)
+    tensors = (dy, weight, preact, dpreact, second if second.numel() else dpreact)
     with on_device_of(dy):
         launch, block_m = _prepare(gemm_launch.backward, tensors, dy.shape[1], flags, not as_stored)
         if not need_dbias:
             launch(*tensors, dpreact)
-            return dpreact, act, preact.new_empty(0)
+            return dpreact, second, preact.new_empty(0)
         partial = preact.new_empty((triton.cdiv(M, block_m), N), dtype=torch.float32)
         launch(*tensors, partial)
-        return dpreact, act, column_sum(partial, preact.dtype)
+        return dpreact, second, column_sum(partial, preact.dtype)
 
 
 def _prepare(make: Callable[..., Launch], tensors: tuple[Tensor, ...], K: int, flags: tuple, b_is_nk: bool):

@@ -86,12 +86,22 @@ def test_backward(dtype, approximate, poisoned):
             with choice.using(config):
                 dpreact, act, dbias = dgelu_gemm(dy, weight, preact, approximate, True, True)
                 alone, no_act, no_dbias = dgelu_gemm(dy, weight, preact, approximate, False, False)
+                with_product = dgelu_gemm(dy, weight, preact, approximate, False, True, True)
             assert_within(dpreact, expected, eager, f"dpreact {where}")
             gelu = F.gelu(preact, approximate=approximate)
             assert_within(act, F.gelu(preact.double(), approximate=approximate), gelu, f"act {where}")
             assert_within(dbias, expected.sum(0), eager.sum(0), f"dbias {where}")
             assert torch.equal(alone, dpreact), where
+            assert torch.equal(with_product[0], dpreact), where
+            assert torch.equal(with_product[2], dbias), where
+            assert_within(with_product[1], dy.double() @ weight.double(), dy @ weight, f"product {where}")
             assert no_act.numel() == no_dbias.numel() == 0
+
+
+@in_interpreter
+def test_backward_gives_one_matrix_beside_dpreact():
+    with raises(ValueError, "act", "product", "both"):
+        dgelu_gemm(normal(8, 8), normal(8, 8), normal(8, 8), "none", True, False, True)
 
 
 @in_interpreter

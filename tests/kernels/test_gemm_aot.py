@@ -34,8 +34,8 @@ def plain_kernel(
         return f"tensordesc<{element}{list(block)}>" if use_tma else f"*{element}"
 
     if backward:
-        names, vector = ("preact", "dpreact", "act"), "partial_ptr"
-        flags = flags or {"STORE_ACT": True, "SUM_ROWS": True}
+        names, vector = ("preact", "dpreact", "second"), "partial_ptr"
+        flags = flags or {"STORE_ACT": True, "SUM_ROWS": True, "STORE_PRODUCT": False}
         kernel, left = gemm._dgelu_kernel, "dy"
     else:
         names, vector = ("act", "preact"), "bias_ptr"
@@ -68,8 +68,9 @@ def plain_configs(precision: str, sm: int, backward: bool) -> list[GemmConfig]:
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_plain_kernel(sm, precision, backward):
     itemsize, use_tma = 4 if precision == "tf32" else 2, sm >= 90
-    for config in plain_configs(precision, sm, backward):
-        report = plain_kernel(config, sm, backward, precision, "none")
+    product = {"STORE_ACT": False, "SUM_ROWS": True, "STORE_PRODUCT": True}
+    for config, flags in itertools.product(plain_configs(precision, sm, backward), (None, product)[: 1 + backward]):
+        report = plain_kernel(config, sm, backward, precision, "none", flags)
         # One address of 8 bytes may go to the stack; spilled products would take a hundred times as much.
         assert report.stack_bytes <= 8, f"{config}: registers are spilled, {report.stack_bytes} bytes a thread"
         assert report.tensor_core[TENSOR_CORES[sm]] > 0, f"{config}: {dict(report.tensor_core)}"
@@ -85,8 +86,8 @@ def test_plain_kernel(sm, precision, backward):
 @pytest.mark.parametrize("config", configs._BACKWARD["one wave, sm_90"], ids=str)
 def test_the_preact_is_read_before_the_products(config, approximate):
     """In 16 bytes, also where N is a multiple of 8 only; and as many programs fit as the choice counts on."""
-    for sum_rows in (False, True):
-        flags = {"STORE_ACT": False, "SUM_ROWS": sum_rows}
+    for sum_rows, product in ((False, False), (True, False), (True, True)):
+        flags = {"STORE_ACT": False, "SUM_ROWS": sum_rows, "STORE_PRODUCT": product}
         report = plain_kernel(config, 90, True, "ieee", approximate, flags, multiples=())
         assert report.stack_bytes == 0
         assert set(report.loads) == {16}, dict(report.loads)
@@ -111,7 +112,7 @@ def hopper_kernel(backward: bool, approximate: str, flags: dict, b_is_nk: bool, 
     a, result = matrix(config.BLOCK_M, config.BLOCK_K), matrix(config.BLOCK_M, config.BLOCK_N)
     b = matrix(config.BLOCK_N, config.BLOCK_K) if b_is_nk else matrix(config.BLOCK_K, config.BLOCK_N)
     if backward:
-        types = {"dy_desc": a, "weight_desc": b, "preact_desc": result, "dpreact_desc": result, "act_desc": result}
+        types = {"dy_desc": a, "weight_desc": b, "preact_desc": result, "dpreact_desc": result, "second_desc": result}
         kernel, types = gemm_hopper._hopper_dgelu_kernel, types | {"partial_ptr": "*fp32"}
     else:
         types = {"x_desc": a, "weight_desc": b, "act_desc": result, "preact_desc": result, "bias_ptr": f"*{element}"}
@@ -141,10 +142,10 @@ def test_hopper_forward_kernel(approximate, element):
 @needs_gluon
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_hopper_backward_kernel(approximate):
-    for store_act, sum_rows in ((False, False), (False, True), (True, True)):
-        flags = {"STORE_ACT": store_act, "SUM_ROWS": sum_rows}
-        # With act, which nobody asks for by default, some addresses go to the stack; products would take 500 bytes.
-        check_hopper(hopper_kernel(True, approximate, flags, False, "bf16"), limit=64 if store_act else 0)
+    for sum_rows, second in ((False, None), (True, None), (True, "act"), (True, "product")):
+        flags = {"STORE_ACT": second == "act", "SUM_ROWS": sum_rows, "STORE_PRODUCT": second == "product"}
+        # With a second matrix some addresses go to the stack; products would take 500 bytes.
+        check_hopper(hopper_kernel(True, approximate, flags, False, "bf16"), limit=64 if second else 0)
 
 
 def check_hopper(report: KernelReport, limit: int) -> None:
