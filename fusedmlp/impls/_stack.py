@@ -27,10 +27,16 @@ from fusedmlp.kernels import configs
 # FUSEDMLP_LINK_STACK before the import; it is read at every forward call.
 LINK_STACK = os.environ.get("FUSEDMLP_LINK_STACK", "auto")
 
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_current_backward_pass = torch._C._current_graph_task_id
-_will_execute = torch._C._will_engine_execute_node
-_at_its_end = torch.autograd.Variable._execution_engine.queue_callback
+try:
+    _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    _current_backward_pass = torch._C._current_graph_task_id
+    _will_execute = torch._C._will_engine_execute_node
+    _at_its_end = torch.autograd.Variable._execution_engine.queue_callback
+except AttributeError:
+    # A PyTorch without these internals of its engine: layer by layer.
+    _LINKABLE = False
+else:
+    _LINKABLE = True
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -46,7 +52,7 @@ class _Ready(NamedTuple):
 
 def prepare(ctx: Any, x: Tensor, weight: Tensor) -> None:
     """In a layer's forward pass: note in `ctx` whether it can be linked, as the layer after another or before one."""
-    plain = not torch.compiler.is_compiling() and _saved_tensor_hooks(True) is None
+    plain = _LINKABLE and not torch.compiler.is_compiling() and _saved_tensor_hooks(True) is None
     ctx.plain, ctx.linked = plain, plain and _follows_another(ctx, x) and _wanted(x, weight)
 
 

@@ -91,10 +91,13 @@ _FORWARD = {
 }
 _BACKWARD = {
     # Before "hopper", whose programs hide the epilogue of one tile behind the products of another: here there is none.
-    # Two programs of the first share a multiprocessor, and hide each other's.
     "one wave, sm_90": [
+        GemmConfig("plain", 64, 128, 64, 8, 6, 8, PREACT_FIRST=True),
+        # Two programs share a multiprocessor, and hide each other's.
         GemmConfig("plain", 64, 128, 64, 8, 4, 8, PREACT_FIRST=True),
         GemmConfig("plain", 128, 128, 64, 8, 4, 8, PREACT_FIRST=True),
+        # All of K = 512 in flight at once.
+        GemmConfig("plain", 64, 32, 128, 8, 4, 4, PREACT_FIRST=True),
     ],
     "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 4, 4)],
     "16 bit, sm_90": [],

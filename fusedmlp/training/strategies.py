@@ -97,9 +97,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32 if mixed else None
     )
+    # A single rank has nothing to gain from taking its parameters apart again before the backward pass.
+    reshard = None if mesh.size() > 1 else False
     for unit in _units(model):
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 
 
 def _units(module: nn.Module) -> list[nn.Module]:

@@ -6,6 +6,8 @@ the link was there.
 
 import gc
 import itertools
+import subprocess
+import sys
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ON_GPU, raises, skip_unless_available
+from conftest import ON_GPU, interpreter_environment, raises, skip_unless_available
+from python_path import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -660,3 +663,14 @@ def test_the_switch_and_its_rule(link, monkeypatch):
     assert not pays(width=500)
     assert not pays(rows=500)
     assert not pays(device=1)
+
+
+def test_without_the_engine_s_internals_layers_compute_for_themselves(monkeypatch):
+    """In a PyTorch that has renamed them."""
+    code = (
+        "import torch; del torch._C._will_engine_execute_node; from fusedmlp import FusedLinearGeLU; "
+        "net = torch.nn.Sequential(*(FusedLinearGeLU(8, 8, impl='triton') for _ in range(2))); "
+        "net(torch.ones(2, 8)).sum().backward(); from fusedmlp.impls import _stack; "
+        "assert not _stack._LINKABLE and all(p.grad is not None for p in net.parameters())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=interpreter_environment(), cwd=ROOT)

@@ -266,13 +266,21 @@ def test_backward_in_one_wave_reads_the_preact_first(card, monkeypatch):
     """Where all tiles are computed at once, on Hopper: two programs of 64 x 128 on each of 132 multiprocessors."""
     monkeypatch.setattr(configs, "TRITON", configs.HOPPER_TRITON[0])
     card(*H200)
-    first = GemmConfig("plain", 64, 128, 64, 8, 4, 8, PREACT_FIRST=True)
-    for M, N in ((1024, 2048), (1024, 1024), (512, 2048), (64 * 132, 256)):
-        assert configs.by_rule(problem(M, N, 2048, backward=True)) == first, (M, N)
+    alone, in_pairs = (GemmConfig("plain", 64, 128, 64, 8, stages, 8, PREACT_FIRST=True) for stages in (6, 4))
+    for M, N, config in (
+        (1024, 1024, alone),
+        (64 * 132, 128, alone),
+        (1024, 2048, in_pairs),
+        (64 * 132, 256, in_pairs),
+    ):
+        assert configs.by_rule(problem(M, N, 2048, backward=True)) == config, (M, N)
     for M, N in ((64 * 133, 256), (4096, 4096)):
         assert configs.by_rule(problem(M, N, 2048, backward=True)).kernel == "hopper", (M, N)
         assert not any(c.PREACT_FIRST for c in configs.candidates(problem(M, N, 2048, backward=True)))
-    assert configs.by_rule(problem(256, 256, 2048, backward=True)) == GemmConfig("plain", 64, 64, 64, 8, 4, 4)
+    narrow = GemmConfig("plain", 64, 32, 128, 8, 4, 4, PREACT_FIRST=True)
+    for M, N, K in ((1024, 512, 512), (512, 1024, 512), (256, 256, 2048)):
+        assert configs.by_rule(problem(M, N, K, backward=True)) == narrow, (M, N, K)
+    assert configs.by_rule(problem(1024, 512, 64, backward=True)) == GemmConfig("plain", 64, 64, 64, 8, 4, 4)
     both = [c for c in configs.candidates(problem(1024, 2048, 2048, backward=True)) if c.PREACT_FIRST]
     assert [c.BLOCK_M for c in both] == [64, 128]
     for changes in ({"use_tma": False}, {"dtype": torch.float32}, {"backward": False}):
