@@ -173,8 +173,8 @@ def plan(options: argparse.Namespace) -> list[Setting]:
         settings += [Setting("overhead", trainer, 1, impl, repeat) for repeat in range(options.repeats)
                      for impl in options.impls for trainer in ("default", *options.trainers)]  # fmt: skip
     if "scaling" in options.parts:
-        settings += [Setting("scaling", trainer, gpus, impl, 0) for impl in options.impls
-                     for trainer in options.trainers for gpus in options.devices]  # fmt: skip
+        settings += [Setting("scaling", trainer, gpus, impl, 0) for trainer in options.trainers
+                     for impl in options.impls for gpus in options.devices]  # fmt: skip
     return settings
 
 

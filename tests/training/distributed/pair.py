@@ -28,6 +28,8 @@ def train_all(runs: list[dict], **environment: str) -> str:
     world_size = max(run["world_size"] for run in runs)
     command = [sys.executable, "-W", "error::UserWarning:fusedmlp", __file__, tasks]
     shared = os.environ | environment | {"PYTHONPATH": python_path(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+    # A rank that crashes says where.
+    shared |= {"PYTHONFAULTHANDLER": "1", "NCCL_DEBUG": "WARN"}
     if not ON_GPUS:
         shared["CUDA_VISIBLE_DEVICES"] = ""
     ranks = [
@@ -41,7 +43,8 @@ def train_all(runs: list[dict], **environment: str) -> str:
         for rank in ranks:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
-    assert [rank.returncode for rank in ranks] == [0] * world_size, output
+    codes = [rank.returncode for rank in ranks]
+    assert codes == [0] * world_size, f"exit codes {codes}\n{output}"
     return output
 
 
