@@ -7,6 +7,7 @@ Odd sizes, both GELU kinds and all epilogues included. Each part runs in a proce
 that waits for ever hangs the GPU, it does not raise.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -93,16 +94,16 @@ def forward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str
 def backward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str):
     """(configuration, name, computed, expected) of every result of the backward kernels."""
     dy, weight, preact = normal(M, K, dtype=dtype), normal(K, N, dtype=dtype, scale=K**-0.5), normal(M, N, dtype=dtype)
-    expected = (dy.double() @ weight.double()) * gelu_grad(preact.double(), approximate)
+    product = dy.double() @ weight.double()
+    expected = product * gelu_grad(preact.double(), approximate)
     act = F.gelu(preact.double(), approximate=approximate)
-    for store_act, need_dbias in ((False, False), (False, True), (True, True)):
-        call = linear_gelu.dgelu_gemm
-        for config, (dpreact, again, dbias) in in_every_configuration(
-            lambda: call(dy, weight, preact, approximate, store_act, need_dbias)  # noqa: B023
-        ):
+    for second, need_dbias in (("", False), ("", True), ("act", True), ("product", True), ("product", False)):
+        flags = (second == "act", need_dbias, second == "product")
+        call = functools.partial(linear_gelu.dgelu_gemm, dy, weight, preact, approximate, *flags)
+        for config, (dpreact, beside, dbias) in in_every_configuration(call):
             yield config, "dpreact", dpreact, expected
-            if store_act:
-                yield config, "act again", again, act
+            if second:
+                yield config, f"{second} beside dpreact", beside, act if second == "act" else product
             if need_dbias:
                 yield config, "dbias", *against_terms(dbias, expected)
     if dtype != torch.float32:
