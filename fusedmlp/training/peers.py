@@ -30,6 +30,9 @@ _POLL_S = 0.25
 _REASON_S, _ENDING_S, _FINISHING_S = 3.0, 15.0, 60.0
 _WAKE = signal.SIGUSR1
 
+# Whether this process has had a process group that was bound to its GPU.
+_bound_before = False
+
 
 class PeerFailed(BaseException):
     """Another rank has ended the run. No `Exception`, so that nothing on the way swallows it."""
@@ -85,15 +88,20 @@ class Peers:
 
     def meet(self, device: torch.device, timeout_s: float) -> None:
         """Makes the process group of all ranks; from now on a rank waits `timeout_s` for another."""
+        global _bound_before
         self.timeout_s = timeout_s
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
+        # PyTorch splits a bound group for a device mesh, and splitting any but a process's first one is a segmentation
+        # fault: https://github.com/pytorch/pytorch/pull/192109
+        bound = device if cuda and not _bound_before else None
+        _bound_before = _bound_before or cuda
         # A connection of its own: it blocks while the group waits.
         store = dist.PrefixStore("group", self._connection()) if self.several else dist.HashStore()
         dist.init_process_group(
             "nccl" if cuda else "gloo", store=store, rank=self.place.rank, world_size=self.place.world_size,
-            timeout=timedelta(seconds=timeout_s), device_id=device if cuda else None,
+            timeout=timedelta(seconds=timeout_s), device_id=bound,
         )  # fmt: skip
 
     def __exit__(
