@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import at_least, needs_gpu
 from torch import Tensor
 
 from fusedmlp import auto, build, impls
@@ -187,11 +188,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--match", help="only cells whose name contains this")
     parser.add_argument("--impls", nargs="*", help="candidates; by default what auto measures by itself")
     parser.add_argument("--launched", action="store_true", help="calls one by one instead of captured ones")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--settle", type=int, default=30, help="ms of running before measuring, per round")
-    parser.add_argument("--rep", type=int, default=10, help="ms of measuring, per round")
+    parser.add_argument("--rounds", type=at_least(1), default=4)
+    parser.add_argument("--settle", type=at_least(0), default=30, help="ms of running before measuring, per round")
+    parser.add_argument("--rep", type=at_least(1), default=10, help="ms of measuring, per round")
     parser.add_argument("--device", default="cuda")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.device == "cuda":
+        needs_gpu(parser)
+    return args
 
 
 if __name__ == "__main__":

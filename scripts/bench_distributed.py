@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from arguments import at_least  # noqa: E402
 from distributed_record import communication, table, write_record  # noqa: E402
 
 from fusedmlp.errors import UserError  # noqa: E402
@@ -189,18 +190,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trainers", type=words, default=["ddp", "fsdp"])
     parser.add_argument("--devices", type=lambda text: list(map(int, words(text))), default=[1, 2])
     parser.add_argument("--experiment", default="gpt")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=at_least(7), default=60)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--timeout", type=float, default=240, help="seconds per run")
-    parser.add_argument("--preload", type=int, default=2, help="runs whose processes import while one trains; 0: none")
+    parser.add_argument(
+        "--preload", type=at_least(0), default=2, help="runs whose processes import while one trains; 0: none"
+    )
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="records whose runs this one takes over")
     parser.add_argument("overrides", nargs="*", help="further overrides for train.py, such as data.batch_size=8")
     options = parser.parse_args(arguments)
     unknown = set(options.parts) - set(PARTS)
     if unknown:
         parser.error(f"--parts {','.join(sorted(unknown))}: accepted: {', '.join(PARTS)}")
-    if options.preload < 0:
-        parser.error(f"--preload {options.preload}: accepted: 0 and more")
     options.out = options.out.resolve()
     return options
 

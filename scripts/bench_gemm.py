@@ -20,6 +20,7 @@ from pathlib import Path
 import gate_gemm
 import torch
 import torch.nn.functional as F
+from arguments import at_least, needs_gpu
 from gate_gemm import normal, relative_error
 from torch import Tensor
 from triton.testing import do_bench
@@ -40,17 +41,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("profiles/runs/gemm"))
     parser.add_argument("--only", default="gate,linear,mlp,host", help="parts to run, separated by commas")
     parser.add_argument("--gate", default="bfloat16,float16,float32", help="dtypes of the correctness gate")
-    parser.add_argument("--k", type=int, nargs="*", help="in_features to keep; all by default")
+    parser.add_argument("--k", type=at_least(1), nargs="*", help="in_features to keep; all by default")
     parser.add_argument("--approximate", default="tanh,none")
     parser.add_argument(
         "--try", dest="tries", default="", help="Hopper kernels to time too: GROUP_MxBLOCK_KxSTAGES,..."
     )
     parser.add_argument("--impls", default="native,compiled,manual", help="implementations beside triton; native stays")
     parser.add_argument("--eager", action="store_true", help="launch call by call, not from a CUDA graph")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--settle", type=int, default=60, help="ms of running a candidate before it is measured")
-    parser.add_argument("--rep", type=int, default=30, help="ms of measuring per candidate and round")
-    return parser.parse_args()
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument(
+        "--settle", type=at_least(0), default=60, help="ms of running a candidate before it is measured"
+    )
+    parser.add_argument("--rep", type=at_least(1), default=30, help="ms of measuring per candidate and round")
+    args = parser.parse_args()
+    needs_gpu(parser)
+    return args
 
 
 def linear_tables(args: argparse.Namespace, approximate: str) -> dict[str, list[dict]]:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from arguments import at_least, needs_gpu
 from bare_loop import BareLoop, gemms_alone, optimizer_alone
 from gate_loop import gate
 from hydra import compose, initialize_config_dir
@@ -263,13 +264,14 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     runnable = [name for name in impls.names() if impls.unavailable(name) is None and name != "auto"]
     parser.add_argument("--impls", nargs="+", default=runnable)
-    parser.add_argument("--dims", nargs="+", type=int, default=[512, 1024, 2048])
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps per run")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dims", nargs="+", type=at_least(1), default=[512, 1024, 2048])
+    parser.add_argument("--steps", type=at_least(5), default=100, help="optimizer steps per run")
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--loops", nargs="+", choices=("eager", "captured"), default=["eager", "captured"],
                         help="of the part overhead")  # fmt: skip
     parser.add_argument("--overrides", nargs="*", default=[], help="further overrides, such as model.num_layers=8")
     options = parser.parse_args()
+    needs_gpu(parser)
     bench = Bench(options)
     if not gate(bench):
         bench.write()

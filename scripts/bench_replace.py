@@ -28,6 +28,7 @@ from typing import Any
 import reference_models
 import torch
 import torch.nn.functional as F
+from arguments import at_least, needs_gpu
 from torch import Tensor, nn
 
 import fusedmlp
@@ -206,14 +207,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--impl", default="auto")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--images", type=int, default=128, help="batch of ViT-S")
-    parser.add_argument("--sequences", type=int, default=16, help="batch of GPT-2")
-    parser.add_argument("--context", type=int, default=1024, help="tokens per sequence of GPT-2")
-    parser.add_argument("--depth", type=int, help="blocks; 12 by default")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="per round")
+    parser.add_argument("--images", type=at_least(1), default=128, help="batch of ViT-S")
+    parser.add_argument("--sequences", type=at_least(1), default=16, help="batch of GPT-2")
+    parser.add_argument("--context", type=at_least(1), default=1024, help="tokens per sequence of GPT-2")
+    parser.add_argument("--depth", type=at_least(1), help="blocks; 12 by default")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--steps", type=at_least(1), default=12, help="per round")
     parser.add_argument("--device", default="cuda")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.device == "cuda":
+        needs_gpu(parser)
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -148,6 +148,8 @@ def main() -> None:
         dtype, approximate, direction = os.environ[GATE_SLICE].split(":")
         print(json.dumps(gate([(dtype, approximate, direction)])))
         return
+    if not torch.cuda.is_available():
+        raise SystemExit("error: the gate runs on a CUDA GPU, and PyTorch finds none here")
     for row in check(sys.argv[1:] or DTYPES):
         print(row)
 

@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from arguments import at_least  # noqa: E402
 from trace_overhead import overhead  # noqa: E402, F401 - a part
 from trace_runs import ACTIVE, Check, InTurn, Wanted, choice, window  # noqa: E402
 
@@ -178,9 +179,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                         help="of the part overhead: overrides that make a step which the GPU bounds")  # fmt: skip
     parser.add_argument("--variants", type=words, default=["none", "torch"],
                         help="of the part overhead: none, torch, torch-teardown (with TEARDOWN_CUPTI=1)")  # fmt: skip
-    parser.add_argument("--turns", type=int, default=2, help="how often each variant of the overhead is run")
-    parser.add_argument("--preload", type=int, default=2, help="runs whose processes import while one trains, in the "
-                        "part overhead all of them before the first; 0: none")  # fmt: skip
+    parser.add_argument("--turns", type=at_least(1), default=2, help="how often each variant of the overhead is run")
+    parser.add_argument("--preload", type=at_least(0), default=2, help="runs whose processes import while one trains, "
+                        "in the part overhead all of them before the first; 0: none")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=150, help="seconds per run")
     parser.add_argument("--budget", type=float, default=540, help="seconds in all; what does not fit is left out")
     parser.add_argument("--whole", action="store_true", help="keep the whole traces too")
@@ -190,8 +191,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         unknown = set(getattr(options, name)) - set(accepted)
         if unknown:
             parser.error(f"--{name} {','.join(sorted(unknown))}: accepted: {', '.join(accepted)}")
-    if options.preload < 0:
-        parser.error(f"--preload {options.preload}: accepted: 0 and more")
     return options
 
 

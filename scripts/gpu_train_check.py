@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
+
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 30
 KEPT = ("result.json", "metrics.csv", "config.yaml", "train.log")
@@ -171,7 +173,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the record")
     parser.add_argument("--impls", default="native,compiled")
     parser.add_argument("--experiments", default="lecture,gpt")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=at_least(1), default=50)
     parser.add_argument("--timeout", type=float, default=300, help="seconds per run")
     parser.add_argument("overrides", nargs="*", help="further overrides for train.py, such as dim=256")
     options = parser.parse_args()

@@ -104,3 +104,14 @@ def test_train_py_as_ranks_that_the_script_started(tmp_path, monkeypatch):
     folder = tmp_path / "scaling-ddp-2-native-0"
     assert json.loads((folder / "result.json").read_text())["ranks"]["devices"] == 2
     assert sorted(file.name for file in folder.iterdir()) == sorted(SCRIPT.KEPT)
+
+
+@pytest.mark.parametrize("words", ["--preload -1", "--repeats 0", "--steps 6", "--parts nope"])
+def test_arguments_that_measure_nothing_are_refused(capsys, words):
+    arguments = ["--out", "nowhere", *(() if "--parts" in words else ("--parts", "scaling")), *words.split()]
+    with pytest.raises(SystemExit) as ended:
+        SCRIPT.parse(arguments)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert words.split()[1] in said
+    assert "accepted: " in said
