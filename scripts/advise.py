@@ -3,7 +3,7 @@
     python scripts/advise.py --model gpt --dim 1024 --batch 16            # on this machine's GPU: measures too
     python scripts/advise.py --model mlp --dim 512 --card h100            # a prediction, no GPU needed
     python scripts/advise.py --op softmax --shape 4096x50257 --card a100
-    python scripts/advise.py --calibrate RECORD/bench.json --out mine.json  # take the cost model's values from a record
+    python scripts/advise.py --calibrate RECORD/bench.json --out mine.json  # take the cost model's values from records
 
 Times are of one training step. `fusedmlp.bench.advise` gives the same as an object. What the predictions rest on is
 written in fusedmlp/bench/predict.py.
@@ -38,7 +38,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", choices=list(MODELS), help="with the sizes below")
     what.add_argument("--op", choices=list(SIZES), help="with --shape")
-    what.add_argument("--calibrate", type=Path, metavar="RECORD", help="bench.json to take a calibration from")
+    what.add_argument(
+        "--calibrate", type=Path, metavar="RECORD", nargs="+",
+        help="bench.json to take a calibration from; several of one kind of card count together",
+    )  # fmt: skip
     parser.add_argument("--shape", help="of the op, for example 4096x50257")
     for name in SIZE_NAMES:
         defaults = ", ".join(f"{m} {model.defaults[name]}" for m, model in MODELS.items() if name in model.defaults)
@@ -62,13 +65,14 @@ def measured_step_ms(case: Case) -> dict[str, float]:
     return {row["impl"]: row["ms"] for row in rows if row["ms"] is not None}
 
 
-def calibrate(record: Path, out: Path | None) -> None:
-    """Write the calibration that a record gives, with the built-in values for what it lacks."""
+def calibrate(records: list[Path], out: Path | None) -> None:
+    """Write the calibration that records give, with the built-in values for what they lack."""
     if out is None:
         raise UserError("--calibrate needs --out FILE to write the values to")
-    entries = calibration.update(record, calibration.BUILT_IN)
-    kept = len(entries) > len(calibration.load(record))
-    sources = [str(record)] + [f"for what it lacks, {calibration.FILE.name} as it was before"] * kept
+    found = calibration.from_records(records)
+    entries = calibration.update(found, calibration.BUILT_IN)
+    lacking = [f"for what is lacking there, {calibration.FILE.name} as it was before"] * (len(entries) > len(found))
+    sources = [*map(str, records), *lacking]
     calibration.save(out, sources, entries)
     print(f"{len(entries)} values written to {out}; use them with --calibration {out}")
 

@@ -1,9 +1,9 @@
 """What the cost model is calibrated on: measured values of how well each implementation does, in calibration.json.
 
-Its `sources` say where they come from: one H200, torch 2.11, Triton 3.6. Newer ones come from a record of
-`scripts/bench.py`, on that or on another card:
+Its `sources` say where they come from: H200s, torch 2.11, Triton 3.6. Newer ones come from records of
+`scripts/bench.py`, on that or on another card; several runs of one card, from several machines, say more than one:
 
-    python scripts/advise.py --calibrate RECORD/bench.json --out mine.json
+    python scripts/advise.py --calibrate RECORD/bench.json [RECORD/bench.json ...] --out mine.json
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedmlp.bench.predict import Entry, calibrate
+from fusedmlp.bench.predict import Entry, Run, calibrate
 from fusedmlp.errors import UserError
 
 FILE = Path(__file__).with_name("calibration.json")
@@ -19,17 +19,44 @@ FILE = Path(__file__).with_name("calibration.json")
 
 def load(path: Path = FILE) -> list[Entry]:
     """Entries from a calibration file, or from a record of `scripts/bench.py`. Raises: UserError."""
+    content, entries = _read(path)
+    return calibrate([content]) if entries is None else entries
+
+
+def from_records(paths: Sequence[Path]) -> list[Entry]:
+    """Entries from records of `scripts/bench.py`, of one kind of card. Raises: UserError."""
+    runs = []
+    for path in paths:
+        run, entries = _read(path)
+        if entries is not None:
+            raise UserError(f"{path} is a calibration; expected records of scripts/bench.py")
+        runs.append(run)
+    return calibrate(runs)
+
+
+def _read(path: Path) -> tuple[Run, list[Entry] | None]:
+    """What a record measured; of a calibration file its entries."""
     try:
         content = json.loads(path.read_text())
         if "entries" in content:
-            return [Entry(*entry) for entry in content["entries"]]
-        return _from_record(content)
+            return ([], 0.0), [Entry(*entry) for entry in content["entries"]]
+        return _measured(content), None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is neither a calibration nor a record of scripts/bench.py: no text") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is neither a calibration nor a record of scripts/bench.py: {_said(error)}") from error
+
+
+def _measured(content: dict[str, Any]) -> Run:
+    """Rows and copy bandwidth of a record."""
+    if "tables" in content and "copy_gb_per_s" not in content.get("limits", {}):
+        raise ValueError("the record has no measured copy bandwidth; let bench.py measure the table copy too, on a GPU")
+    rows = [row for table in content["tables"].values() for row in table if "share_of_limit" in row]
+    run = rows, float(content["limits"]["copy_gb_per_s"])
+    calibrate([run])  # A row that lacks something is named with its file.
+    return run
 
 
 def _said(error: Exception) -> str:
@@ -39,9 +66,8 @@ def _said(error: Exception) -> str:
 BUILT_IN = load()
 
 
-def update(record: Path, known: Sequence[Entry]) -> list[Entry]:
-    """A record's entries, and of the known ones those for an op, implementation and direction that it lacks."""
-    found = load(record)
+def update(found: Sequence[Entry], known: Sequence[Entry]) -> list[Entry]:
+    """What was found, and of the known entries those for an op, implementation and direction that it lacks."""
     measured = {entry[:3] for entry in found}
     return [*(entry for entry in known if entry[:3] not in measured), *found]
 
@@ -54,10 +80,3 @@ def save(path: Path, sources: Sequence[str], entries: Sequence[Entry]) -> None:
         path.write_text(content)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
-
-
-def _from_record(content: dict[str, Any]) -> list[Entry]:
-    if "tables" in content and "copy_gb_per_s" not in content.get("limits", {}):
-        raise ValueError("the record has no measured copy bandwidth; let bench.py measure the table copy too, on a GPU")
-    rows = [row for table in content["tables"].values() for row in table if "share_of_limit" in row]
-    return calibrate(rows, content["limits"]["copy_gb_per_s"])

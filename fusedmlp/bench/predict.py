@@ -9,16 +9,19 @@
 `share` (of copy speed) and `passes` (trips of a hidden-sized tensor through memory that nothing hides: GELU and bias
 gradients by themselves, or an epilogue) are what differs between implementations. They are calibrated on measurements
 of that implementation, those nearest in dtype and kind of GELU (`calibration.py`). `share` also depends on width and
-alignment: a row is kept in registers or read twice, in vectors or not. `passes` does not: one value has to explain all
-widths. The two rates of a card are its data sheet's times what an H200 reaches of its own: 0.885 of the bandwidth (4.25
-of 4.8 TB/s) and 0.70 of the dense peak, full waves. The host's times are an H200 machine's as well. So for an H200 this
-interpolates measurements; for another card it says what to expect if it were an H200 with other rates.
+alignment: a row is kept in registers or read twice, in vectors or not. `passes` is a straight line over K, one for all
+widths: the longer a tile's product, the more of its epilogue can be hidden behind another one. The two rates of a card
+are its data sheet's times what an H200 reaches of its own: 0.885 of the bandwidth (4.25 of 4.8 TB/s) and 0.70 of the
+dense peak, full waves. The host's times are an H200 machine's as well. So for an H200 this interpolates measurements;
+for another card it says what to expect if it were an H200 with other rates.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import torch
 
 from fusedmlp.bench.cards import Card
 from fusedmlp.bench.cases import Case
@@ -31,6 +34,8 @@ KERNEL_MS = 0.002
 # What a call takes beyond its bytes or FLOPs, in ms: copies of 8 to 134 MB took 5.0 us longer than their bytes at the
 # bandwidth of a copy of 2 GB (profiles/records/2026-11-29-h200-bench, table copy).
 START_MS = 0.005
+# The smallest and the largest K of the bench tables.
+MEASURED_K = (768, 4096)
 
 
 class Host(NamedTuple):
@@ -58,10 +63,15 @@ _OPERATORS = {
 }
 
 
+# Op, implementation, direction, dtype, kind of GELU.
+Kind = tuple[str, str, str, str, str]
+
+
 class Entry(NamedTuple):
     """One calibrated value: `share` for gelu and softmax, `passes` for linear_gelu and mlp.
 
-    `width` is N for gelu and softmax, K for the others, where 0 stands for every K.
+    `width` is N for gelu and softmax, K for the others, where 0 stands for every K. `slope` is what `value` changes by
+    for every 1024 of K, from 0 on.
     """
 
     op: str
@@ -71,6 +81,11 @@ class Entry(NamedTuple):
     approximate: str
     width: int
     value: float
+    slope: float = 0.0
+
+    def at(self, K: int) -> float:
+        """The value for products over K; beyond what was measured it is that of the nearest K that was."""
+        return self.value + self.slope * min(max(K, MEASURED_K[0]), MEASURED_K[1]) / 1024
 
 
 @dataclass(frozen=True)
@@ -143,32 +158,60 @@ def predict(case: Case, direction: str, impl: str, card: Rates, entries: Sequenc
     return Prediction(START_MS + bottom + beside, host)
 
 
-def calibrate(rows: Sequence[dict], copy_gb_per_s: float) -> list[Entry]:
-    """Entries from the rows that `scripts/bench.py` has measured in one run on one card.
+# Rows that `scripts/bench.py` has measured, and the copy bandwidth of that run in GB/s.
+Run = tuple[Sequence[dict], float]
 
-    A share comes from one row. The passes of an op, implementation, direction, dtype and kind of GELU are the one value
-    with which the relative errors of all their rows have the least squares: at large K, where the hidden-sized tensor
-    is the smallest part of the time and the card's clock moves it most, a row counts least.
+
+def calibrate(runs: Sequence[Run]) -> list[Entry]:
+    """Entries from one or more runs on cards of one kind.
+
+    A share is the mean over the runs. The passes of an op, implementation, direction, dtype and kind of GELU are the
+    line over K with which the relative errors of all their rows have the least squares: at large K, where the
+    hidden-sized tensor is the smallest part of the time and the card's clock moves it most, a row counts least. A kind
+    of GELU measured at fewer than three K takes the slope of the other one, where that is known.
     """
-    copy = copy_gb_per_s * 1e6
-    shares: list[Entry] = []
-    sums: dict[tuple[str, str, str, str, str], tuple[float, float]] = {}
-    for row in rows:
+    shares: dict[tuple[Kind, int], list[float]] = {}
+    points: dict[Kind, list[_Point]] = {}
+    for row, copy in ((row, gb_per_s * 1e6) for rows, gb_per_s in runs for row in rows):
         if row.get("ms") is None or row["op"] not in _OPERATORS:
             continue
         shape = tuple(map(int, row["shape"].split("x")))
         case = Case(row["op"], shape, row["dtype"], row["approximate"] or "none")
         kind = (case.op, row["impl"], row["direction"], case.dtype, case.approximate)
         if case.has_gemm:
-            hidden = shape[0] * shape[2] * case.itemsize / copy / row["limit_ms"]
+            hidden = shape[0] * shape[2] * case.itemsize / copy
             beside = row["ms"] - row["limit_ms"] - _more_kernels_ms(case, row["direction"], row["impl"])
-            above, below = sums.get(kind, (0.0, 0.0))
-            sums[kind] = above + hidden * beside / row["limit_ms"], below + hidden**2
+            points.setdefault(kind, []).append(_Point(hidden / row["limit_ms"], shape[1], beside / row["limit_ms"]))
         elif row["ms"] > START_MS:
             share = case.least_bytes(row["direction"]) / copy / (row["ms"] - START_MS)
-            # Significant digits: on a CPU a share can be smaller than any number of decimals.
-            shares.append(Entry(*kind, shape[1], float(f"{share:.4g}")))
-    return shares + [Entry(*kind, 0, round(above / below, 3)) for kind, (above, below) in sums.items()]
+            shares.setdefault((kind, shape[1]), []).append(share)
+    # Significant digits: on a CPU a share can be smaller than any number of decimals.
+    found = [Entry(*kind, width, float(f"{sum(v) / len(v):.4g}")) for (kind, width), v in shares.items()]
+    lines = {kind: _line(rows) for kind, rows in points.items() if len({point.K for point in rows}) > 2}
+    for kind, rows in points.items():
+        other = (*kind[:4], "tanh" if kind[4] == "none" else "none")
+        value, slope = lines.get(kind) or _line(rows, lines[other][1] if other in lines else 0.0)
+        found.append(Entry(*kind, width=0, value=round(value, 3), slope=round(slope, 3)))
+    return found
+
+
+class _Point(NamedTuple):
+    """What was measured at one K: time of one pass, and all the time beside the products, in times of the products."""
+
+    hidden: float
+    K: int
+    beside: float
+
+
+def _line(points: Sequence[_Point], slope: float | None = None) -> tuple[float, float]:
+    """(value, slope) of `Entry` with the least squares of `beside - hidden * (value + slope * K / 1024)`."""
+    hidden = torch.tensor([point.hidden for point in points], dtype=torch.float64)
+    sloping = hidden * torch.tensor([point.K / 1024 for point in points], dtype=torch.float64)
+    beside = torch.tensor([point.beside for point in points], dtype=torch.float64)
+    if slope is not None:
+        return float(hidden @ (beside - slope * sloping) / (hidden @ hidden)), slope
+    value, slope = torch.linalg.lstsq(torch.stack([hidden, sloping], dim=1), beside).solution.tolist()
+    return value, slope
 
 
 def winner(predictions: dict[str, Prediction | None]) -> str | None:
@@ -181,7 +224,7 @@ def _value(case: Case, direction: str, impl: str, entries: Sequence[Entry]) -> f
     """The calibrated value; where there is none for an op with matrix products, that of its parts."""
     entry = _nearest(case, direction, impl, entries)
     if entry is not None:
-        return entry.value + (_other_kind(case, entry, entries) if case.has_gemm else 0.0)
+        return entry.at(case.sizes()[1]) + _other_kind(case, entry, entries) if case.has_gemm else entry.value
     if not case.has_gemm or direction == "step":
         return None
     M, K, N, N2 = case.sizes()
