@@ -202,9 +202,9 @@ def sanitize_small(impl: str) -> None:
                 )
             if impl == "triton" and dtype != torch.float16:
                 # Every configuration, at sizes of gate_gemm.py: after that script nothing needs to be compiled here.
-                for results in (gate_gemm.forward_results, gate_gemm.backward_results):
+                for part in (*gate_gemm.FORWARD, *gate_gemm.BACKWARD):
                     for M, K, N in ((128, 64, 128), (333, 77, 129)):
-                        list(results(M, K, N, dtype, approximate))
+                        list(gate_gemm.results(M, K, N, dtype, approximate, part))
         for columns in (3, 128, 250, 500, 1000, 1025, 5000, 16385, 32769, 70_000, 140_000, 600_001, 1_100_003):
             run(impl, functional.softmax, [normal(3, columns, dtype=dtype)], 1)
     torch.cuda.synchronize()

@@ -3,17 +3,20 @@
     python scripts/gate_gemm.py                      # all dtypes
     python scripts/gate_gemm.py bfloat16 float32
 
-Odd sizes, both GELU kinds and all epilogues included. Each part runs in a process of its own with a deadline: a barrier
-that waits for ever hangs the GPU, it does not raise.
+Odd sizes, both GELU kinds and all epilogues included. Most of the time goes into compiling, so the parts run side by
+side, one on each core, in processes of their own; one that is silent for a minute is ended: a barrier that waits for
+ever hangs the GPU, it does not raise.
 """
 
 import functools
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +26,16 @@ from fusedmlp.kernels import choice, configs, linear_gelu
 from fusedmlp.kernels.reduce import dgelu_dbias
 
 DTYPES = ("bfloat16", "float16", "float32")
-DIRECTIONS = ("forward", "backward")
+# Parts of the gate: of each direction, the epilogues.
+FORWARD = ("act", "act and preact", "weight transposed")
+BACKWARD = ("dpreact", "dpreact and dbias", "act and dbias", "product", "product and dbias", "pointwise")
 # Aligned and ragged tiles, one tile, odd sizes that no descriptor takes, few rows, long sums.
 GATE = [(512, 256, 384), (1000, 448, 1192), (128, 64, 128), (333, 77, 129), (3, 1024, 512), (257, 4096, 264)]
 # Names the part that a child process runs.
-GATE_SLICE = "FUSEDMLP_GATE_SLICE"
+GATE_PART = "FUSEDMLP_GATE_PART"
+# A configuration compiles in 1 to 4 s, and runs in less than one.
+SILENT_S = 60
+Results = Iterator[tuple[configs.GemmConfig | None, str, Tensor, Tensor]]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -44,20 +52,24 @@ def gelu_grad(x: Tensor, approximate: str) -> Tensor:
     return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
 
 
-def gate(slices: list[tuple[str, str, str]]) -> list[dict]:
-    """Every kernel in every configuration against float64 at small sizes; raises on the first that is wrong."""
+def gate(dtype: str, approximate: str, part: str) -> list[dict]:
+    """Every kernel of a part in every configuration against float64 at small sizes; exits at the first wrong one."""
     limits = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 2e-6}
-    worst: dict[tuple, float] = {}
-    for dtype, approximate, direction in slices:
-        results = forward_results if direction == "forward" else backward_results
-        for M, K, N in GATE:
-            for config, name, got, expected in results(M, K, N, getattr(torch, dtype), approximate):
-                error = relative_error(got, expected)
-                key = (dtype, approximate, config.kernel, name)
-                worst[key] = max(worst.get(key, 0.0), error)
-                if error > limits[dtype]:
-                    raise SystemExit(f"wrong: {key} at M={M} K={K} N={N} with {config}: relative error {error:.2e}")
-    return [{"dtype": d, "gelu": a, "kernel": k, "result": n, "worst error": e} for (d, a, k, n), e in worst.items()]
+    worst: dict[tuple[str, str], float] = {}
+    signal.alarm(SILENT_S)  # the process ends unless the next result comes in time
+    for M, K, N in GATE:
+        for config, name, got, expected in results(M, K, N, getattr(torch, dtype), approximate, part):
+            error = relative_error(got, expected)
+            kernel = "pointwise" if config is None else config.kernel
+            worst[kernel, name] = max(worst.get((kernel, name), 0.0), error)
+            if error > limits[dtype]:
+                where = f"{dtype} {approximate} {name} at M={M} K={K} N={N} with {config}"
+                raise SystemExit(f"wrong: {where}: relative error {error:.2e}")
+            signal.alarm(SILENT_S)
+    return [
+        {"dtype": dtype, "gelu": approximate, "kernel": kernel, "result": name, "worst error": error}
+        for (kernel, name), error in worst.items()
+    ]
 
 
 def in_every_configuration(call: Callable[[], tuple[Tensor, ...]]):
@@ -74,45 +86,48 @@ def in_every_configuration(call: Callable[[], tuple[Tensor, ...]]):
             yield config, call()
 
 
-def forward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str):
-    """(configuration, name, computed, expected) of every result of the forward kernels."""
+def results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str, part: str) -> Results:
+    """(configuration, name, computed, expected) of the results of a part's kernels, for each configuration."""
+    return (_forward if part in FORWARD else _backward)(M, K, N, dtype, approximate, part)
+
+
+def _forward(M: int, K: int, N: int, dtype: torch.dtype, approximate: str, part: str) -> Results:
     x, weight, bias = normal(M, K, dtype=dtype), normal(N, K, dtype=dtype, scale=K**-0.5), normal(N, dtype=dtype)
-    preact = F.linear(x.double(), weight.double(), bias.double())
+    if part == "weight transposed":
+        weight, bias = weight.t().contiguous().t(), None
+    preact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     act = F.gelu(preact, approximate=approximate)
-    forward = linear_gelu.linear_gelu_fwd
-    for config, (got, _) in in_every_configuration(lambda: forward(x, weight, bias, approximate, False)):
-        yield config, "act", got, act
-    for config, (got, stored) in in_every_configuration(lambda: forward(x, weight, bias, approximate, True)):
-        yield config, "act beside preact", got, act
-        yield config, "preact", stored, preact
-    weight = weight.t().contiguous().t()
-    act = F.gelu(F.linear(x.double(), weight.double()), approximate=approximate)
-    for config, (got, _) in in_every_configuration(lambda: forward(x, weight, None, approximate, False)):
-        yield config, "act, weight transposed, no bias", got, act
+    store = part == "act and preact"
+    call = functools.partial(linear_gelu.linear_gelu_fwd, x, weight, bias, approximate, store)
+    for config, (got, stored) in in_every_configuration(call):
+        yield config, f"act ({part})", got, act
+        if store:
+            yield config, "preact", stored, preact
 
 
-def backward_results(M: int, K: int, N: int, dtype: torch.dtype, approximate: str):
-    """(configuration, name, computed, expected) of every result of the backward kernels."""
+def _backward(M: int, K: int, N: int, dtype: torch.dtype, approximate: str, part: str) -> Results:
     dy, weight, preact = normal(M, K, dtype=dtype), normal(K, N, dtype=dtype, scale=K**-0.5), normal(M, N, dtype=dtype)
+    if part == "pointwise":
+        if dtype != torch.float32:
+            expected = dy.double() * gelu_grad(dy.double(), approximate)
+            dpreact, dbias = dgelu_dbias(dy, dy, approximate, True)
+            yield None, "dpreact", dpreact, expected
+            yield None, "dbias", *against_terms(dbias, expected)
+        return
     product = dy.double() @ weight.double()
     expected = product * gelu_grad(preact.double(), approximate)
-    act = F.gelu(preact.double(), approximate=approximate)
-    for second, need_dbias in (("", False), ("", True), ("act", True), ("product", True), ("product", False)):
-        flags = (second == "act", need_dbias, second == "product")
-        call = functools.partial(linear_gelu.dgelu_gemm, dy, weight, preact, approximate, *flags)
-        for config, (dpreact, beside, dbias) in in_every_configuration(call):
-            yield config, "dpreact", dpreact, expected
-            if second:
-                yield config, f"{second} beside dpreact", beside, act if second == "act" else product
-            if need_dbias:
-                yield config, "dbias", *against_terms(dbias, expected)
-    if dtype != torch.float32:
-        (dpreact, dbias), expected = (
-            dgelu_dbias(dy, dy, approximate, True),
-            dy.double() * gelu_grad(dy.double(), approximate),
-        )
-        yield config, "pointwise dpreact", dpreact, expected
-        yield config, "pointwise dbias", *against_terms(dbias, expected)
+    seconds = {"act": F.gelu(preact.double(), approximate=approximate), "product": product}
+    second = next((name for name in seconds if part.startswith(name)), None)
+    need_dbias = part.endswith("dbias")
+    call = functools.partial(
+        linear_gelu.dgelu_gemm, dy, weight, preact, approximate, second == "act", need_dbias, second == "product"
+    )
+    for config, (dpreact, beside, dbias) in in_every_configuration(call):
+        yield config, f"dpreact ({part})", dpreact, expected
+        if second is not None:
+            yield config, f"{second} beside dpreact", beside, seconds[second]
+        if need_dbias:
+            yield config, f"dbias ({part})", *against_terms(dbias, expected)
 
 
 def against_terms(dbias: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,36 +135,39 @@ def against_terms(dbias: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:
     return dbias.double() + terms.norm(dim=0), terms.sum(0) + terms.norm(dim=0)
 
 
-def check(dtypes: Sequence[str] = DTYPES, seconds: int = 200) -> list[dict]:
+def check(dtypes: Sequence[str] = DTYPES) -> list[dict]:
     """The gate's rows, its parts side by side in processes of their own. Raises: SystemExit for a wrong result."""
-    slices = [f"{d}:{a}:{w}" for d in dtypes for a in ("none", "tanh") for w in DIRECTIONS]
-    environments = [{**os.environ, GATE_SLICE: name} for name in slices]
-    children = [
-        subprocess.Popen([sys.executable, os.path.abspath(__file__)], env=env, stdout=subprocess.PIPE, text=True)
-        for env in environments
-    ]
-    deadline, rows = time.monotonic() + seconds, []
-    for name, child in zip(slices, children, strict=True):
+    parts = [":".join(names) for names in itertools.product(dtypes, ("none", "tanh"), (*FORWARD, *BACKWARD))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outputs = [pool.submit(in_a_process, part) for part in parts]
         try:
-            output, _ = child.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            for other in children:
-                other.kill()
-            raise SystemExit(f"{name} did not end within {seconds} s: a barrier may wait for ever") from None
-        if child.returncode != 0:
-            raise SystemExit(f"{name} failed with exit status {child.returncode}")
-        rows += json.loads(output.splitlines()[-1])
-    return rows
+            return [row for output in outputs for row in json.loads(output.result().splitlines()[-1])]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def in_a_process(part: str) -> str:
+    """What a part prints. Raises: SystemExit."""
+    command = [sys.executable, os.path.abspath(__file__)]
+    child = subprocess.run(command, env={**os.environ, GATE_PART: part}, stdout=subprocess.PIPE, text=True)
+    if child.returncode == -signal.SIGALRM:
+        raise SystemExit(f"{part}: no result for {SILENT_S} s: a barrier may wait for ever")
+    if child.returncode != 0:
+        raise SystemExit(f"{part} failed with exit status {child.returncode}")
+    print(f"{part}: ended", file=sys.stderr, flush=True)
+    return child.stdout
 
 
 def main() -> None:
     torch.manual_seed(0)
-    if GATE_SLICE in os.environ:
-        dtype, approximate, direction = os.environ[GATE_SLICE].split(":")
-        print(json.dumps(gate([(dtype, approximate, direction)])))
+    if GATE_PART in os.environ:
+        print(json.dumps(gate(*os.environ[GATE_PART].split(":"))))
         return
     if not torch.cuda.is_available():
         raise SystemExit("error: the gate runs on a CUDA GPU, and PyTorch finds none here")
+    unknown = set(sys.argv[1:]) - set(DTYPES)
+    if unknown:
+        raise SystemExit(f"error: {', '.join(sorted(unknown))}: accepted: {', '.join(DTYPES)}")
     for row in check(sys.argv[1:] or DTYPES):
         print(row)
 

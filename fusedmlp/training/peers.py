@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +29,8 @@ from fusedmlp.training.place import Place
 _POLL_S = 0.25
 # How long a rank that lost touch waits for the reason; one that was told to end may take to begin with it, and in all.
 _REASON_S, _ENDING_S, _FINISHING_S = 3.0, 15.0, 60.0
+# How long a rank that was told to end may wait in a collective, before that is ended under it.
+_COLLECTIVE_S = 2.0
 _WAKE = signal.SIGUSR1
 
 # Whether this process has had a process group that was bound to its GPU.
@@ -234,10 +237,13 @@ class Peers:
     def _end_main_thread(self, ending: Ending) -> None:
         if self._heeding:
             signal.pthread_kill(threading.main_thread().ident, _WAKE)  # type: ignore[arg-type]
-        began = time.monotonic()
+        began, aborting = time.monotonic(), None
         while time.monotonic() < began + (_FINISHING_S if self._ending else _ENDING_S):
             if self._closing:
                 return
+            if aborting is None and time.monotonic() > began + _COLLECTIVE_S:
+                aborting = threading.Thread(target=_abort_collectives, daemon=True)
+                aborting.start()
             time.sleep(_POLL_S)
         # It waits for a rank that is no more, in a call that nothing can end.
         self.on_stuck(ending)
@@ -260,6 +266,16 @@ class Peers:
                     time.sleep(0.05)
         except dist.DistError:
             pass  # nobody is there any more
+
+
+def _abort_collectives() -> None:
+    """Ends what waits on the GPU for other ranks, and with it the main thread's wait for the GPU.
+
+    Gloo ends by itself when a rank is gone; NCCL's kernels would wait as long as `trainer.rank_timeout`.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        with suppress(Exception):
+            dist.distributed_c10d._abort_process_group()
 
 
 def _leave_at_once(code: int) -> None:

@@ -85,8 +85,7 @@ def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
     if error is not None:
         ending = current.peers.ended_by(error, ending, "".join(traceback.format_exception(error)))
         log.error("%s: %s", ending.status, ending.reason, exc_info=error if ending.bug else None)
-        if current.peers.foreign_traceback is not None and ending.bug:
-            log.error("%s", current.peers.foreign_traceback)
+        current.log_foreign_traceback(ending)
         # Its frames hold the model and its memory, which the next job of a sweep may need.
         traceback.clear_frames(error.__traceback__)
     # A second signal must not lose what the run has come to.
@@ -120,7 +119,7 @@ class Run:
             seed=config["seed"],
             group=group,
         )
-        peers.on_stuck = lambda ending: self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint)
+        peers.on_stuck = self._end_stuck
         if peers.is_first:
             self.result.write(git=environment.git_state(Path(__file__).parent))
 
@@ -237,6 +236,17 @@ class Run:
             return name
         hosts = f" on {ranks['num_nodes']} hosts" if ranks["num_nodes"] > 1 else ""
         return f"{ranks['strategy']}, {ranks['devices']} x {name}{hosts}"
+
+    def log_foreign_traceback(self, ending: Ending) -> None:
+        """Into train.log, if another rank had the failure that ended the run, and nobody foresaw it."""
+        if self.peers.foreign_traceback is not None and ending.bug:
+            log.error("%s", self.peers.foreign_traceback)
+
+    def _end_stuck(self, ending: Ending) -> None:
+        """All that can be recorded while the main thread waits for ever."""
+        log.error("%s: %s", ending.status, ending.reason)
+        self.log_foreign_traceback(ending)
+        self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint)
 
     def finish(self, ending: Ending) -> None:
         """Records the ending in result.json, metrics.csv and W&B."""

@@ -1,5 +1,6 @@
-"""A model that kills or fails one of the ranks that train it, at its third step."""
+"""A model that kills or fails one of the ranks that train it, at its third step; the other may wait for ever then."""
 
+import ctypes
 import os
 import signal
 
@@ -19,4 +20,13 @@ class Dying(MLPLanguageModel):
             if self.how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("a bug of the user's")
+        if self.how == "stuck" and self.steps == 3:
+            wait_for_ever()
         return super().forward(tokens)
+
+
+def wait_for_ever() -> None:
+    """Where neither a signal nor an exception ends it, as in a call that waits for a GPU."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)

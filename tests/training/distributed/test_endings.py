@@ -22,6 +22,7 @@ EXPERIMENTS = {
     "second_killed": DYING % ("killed", 1),
     "second_raises": DYING % ("raises", 1),
     "first_killed": DYING % ("killed", 0),
+    "first_stuck": DYING % ("stuck", 1),
     "again": "trainer: {max_steps: 3}",
 }
 
@@ -86,6 +87,7 @@ def test_a_rank_that_dies_ends_its_job_and_not_the_sweep(start, tmp_path):
         "second_killed": ("failed", "rank 1 was killed by signal 9 (SIGKILL)"),
         "second_raises": ("failed", "rank 1: RuntimeError: a bug of the user's"),
         "first_killed": ("failed", "rank 0 was killed by signal 9 (SIGKILL)"),
+        "first_stuck": ("failed", "rank 1: RuntimeError: a bug of the user's"),
         "again": ("completed", None),
     }, out
     for name, row in rows.items():
@@ -93,9 +95,10 @@ def test_a_rank_that_dies_ends_its_job_and_not_the_sweep(start, tmp_path):
         found = json.loads((folder / "result.json").read_text())
         assert (found["status"], found["reason"]) == endings[name]
         assert row["seconds"] < 60, "nobody waits for a rank that is no more"
-    log = (tmp_path / "sweep" / rows["second_raises"]["folder"] / "train.log").read_text()
-    assert "dying.py" in log, "the traceback of the rank that failed"
-    assert len(list((tmp_path / "sweep").glob("*/result.json"))) == 4, "one of each job"
+    for name in ("second_raises", "first_stuck"):
+        log = (tmp_path / "sweep" / rows[name]["folder"] / "train.log").read_text()
+        assert "dying.py" in log, "the traceback of the rank that failed"
+    assert len(list((tmp_path / "sweep").glob("*/result.json"))) == len(EXPERIMENTS), "one of each job"
 
 
 @pytest.mark.slow
