@@ -94,7 +94,8 @@ def checkpoints_are_the_same(one: Path, other: Path) -> None:
     assert list(first["state_dict"]) == list(second["state_dict"])
     for name, value in first["state_dict"].items():
         assert type(second["state_dict"][name]) is torch.Tensor
-        torch.testing.assert_close(second["state_dict"][name], value, rtol=1e-3, atol=1e-4)
+        # Not element by element: Adam's step for a gradient that rounds to either side of zero is as long as any.
+        assert (second["state_dict"][name] - value).norm() <= 1e-3 * value.norm()
     (state,), (other_state,) = first["optimizer_states"], second["optimizer_states"]
     for number, values in state["state"].items():
         for name, value in values.items():
