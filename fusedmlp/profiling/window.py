@@ -29,7 +29,9 @@ class Tool(Protocol):
 
 
 class Clock(Protocol):
-    """What must not count the time that starting, stopping and writing take."""
+    """What must not count the time that starting, stopping and writing take, nor steps while the tool is on as others."""
+
+    profiled: bool
 
     def pause(self) -> None: ...
 
@@ -102,6 +104,7 @@ class Window(Callback):
         if self._steps == self._stop_at:
             self.close()
         if changes:
+            self.clock().profiled = self._is_open
             self.clock().resume()
 
     def _start(self, trainer: Trainer, task: Any) -> None:

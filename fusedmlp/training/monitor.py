@@ -72,7 +72,7 @@ class Monitor(Callback):
         self._began = 0
         self.started: float | None = None
         self._pending: deque[Pending] = deque()
-        self._durations = Durations()
+        self._durations, self._unprofiled = Durations(), Durations()
         self._samples = self._tokens = self._replayed = self._first_steps = 0
         self._per_step = (0, 0)
 
@@ -172,6 +172,7 @@ class Monitor(Callback):
         """Speed in the interval: rates from all its steps, what is not known left out."""
         durations = Durations.of(pending.steps)
         self._durations.extend(durations)
+        self._unprofiled.extend(Durations.of([step for step in pending.steps if not step.profiled]))
         steps, seconds = len(pending.steps), sum(durations.step_ms) / 1e3
         self._per_step = (pending.samples // steps, pending.tokens // steps)
         samples_per_s = pending.samples / seconds
@@ -187,4 +188,6 @@ class Monitor(Callback):
 
     def throughput(self) -> Throughput | None:
         """Speed over the steps whose rows were written; None below two steps."""
-        return summarize(self._durations, *self._per_step, self.cost, self._first_steps)
+        # A window that leaves next to nothing is better than no number.
+        durations = self._unprofiled if len(self._unprofiled.step_ms) > 1 else self._durations
+        return summarize(durations, *self._per_step, self.cost, self._first_steps)

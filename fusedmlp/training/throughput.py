@@ -32,19 +32,25 @@ Span = tuple[Any, Any]  # begin and end, both CUDA events or both HostEvents
 
 
 class Step(NamedTuple):
-    """An optimizer step: when it began and ended, and when it waited for a batch, once per micro-batch."""
+    """An optimizer step: when it began and ended, when it waited for a batch, once per micro-batch, and whether a
+    profiler looked at it, which takes time."""
 
     span: Span
     waits: list[Span]
+    profiled: bool = False
 
 
 class StepClock:
     """Marks steps and the waits for batches in them; durations are asked for once the device has passed the marks.
 
     Time between `pause` and the next `resume` (validation, a checkpoint) belongs to no step.
+
+    Attributes:
+        profiled: whether a profiler looks at the steps that end from now on.
     """
 
     def __init__(self, device: torch.device):
+        self.profiled = False
         self._cuda = device.type == "cuda"
         self._last: Any = None
         self._asked: Any = None
@@ -75,7 +81,7 @@ class StepClock:
         """A step ends here, and the next one begins."""
         now = self._mark()
         if self._last is not None:
-            self._steps.append(Step((self._last, now), self._waits))
+            self._steps.append(Step((self._last, now), self._waits, self.profiled))
         self._last, self._waits = now, []
 
     def pause(self) -> None:
@@ -145,7 +151,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed over the steady window: all steps but the first ones, which compile, autotune and fill caches.
+    """Speed over the steady window: all steps but the first ones, which compile, autotune and fill caches, and those
+    that a profiler looks at.
 
     The time of those is in two parts: `warmup_s` at the pace of the steady median, `first_steps_s` what they took
     beyond it. Rates are those of all devices together, unless their names say otherwise; times are those of one.

@@ -166,8 +166,28 @@ def test_the_clock_does_not_count_what_the_profiler_takes(tmp_path, tool, monkey
     tool.__dict__["stop"] = lambda: late.__setitem__(0, 3600.0)
     train(tmp_path / "run", *window(1, 1, 1), "trainer.max_steps=6")
     speed = result(tmp_path / "run")["throughput"]
-    assert speed["steady_steps"] == 5
+    # Six steps without the first one and the two in the window.
+    assert speed["steady_steps"] == 3
     assert speed["samples_per_s"] > 5 * 8 / 3600
+
+
+def test_steps_that_a_profiler_slows_do_not_count(tmp_path, tool, monkeypatch):
+    import time
+
+    now, late = time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])
+    # Between two steps of the window, where the clock runs.
+    tool.__dict__["step"] = lambda: late.__setitem__(0, late[0] + 100.0)
+    train(tmp_path / "run", *window(2, 2, 2), "trainer.max_steps=10")
+    speed = result(tmp_path / "run")["throughput"]
+    assert speed["steady_steps"] == 10 - 4 - 1
+    assert speed["step_ms_p90"] < 50_000
+    assert speed["samples_per_s"] > 5 * 8 / 100
+    # The window leaves one step: better all than none.
+    train(tmp_path / "all", *window(1, 2, 3), "trainer.max_steps=6")
+    speed = result(tmp_path / "all")["throughput"]
+    assert speed["steady_steps"] == 5
+    assert speed["step_ms_p90"] > 50_000
 
 
 def test_a_window_that_does_not_fit_is_an_error_before_training(tmp_path):
