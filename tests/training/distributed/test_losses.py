@@ -90,7 +90,7 @@ def one_result_with_the_numbers_of_both(folder: Path) -> None:
 
 def checkpoints_are_the_same(one: Path, other: Path) -> None:
     """Names, shapes and the order of the optimizer's state: what was trained on several devices loads without them."""
-    first, second = (torch.load(path / "checkpoints" / "last.ckpt", weights_only=True) for path in (one, other))
+    first, second = (torch.load(path / "checkpoints" / "last.ckpt", "cpu", weights_only=True) for path in (one, other))
     assert list(first["state_dict"]) == list(second["state_dict"])
     for name, value in first["state_dict"].items():
         assert type(second["state_dict"][name]) is torch.Tensor
