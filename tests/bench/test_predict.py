@@ -233,7 +233,7 @@ def test_cards_and_files_that_are_not_there(tmp_path):
 
 
 RECORDS = Path(__file__).resolve().parents[2] / "profiles" / "records"
-FITTED = ("2026-11-30-h200-bench", "2026-11-30-h200-bench-full")
+FITTED = ("2026-11-30-h200-bench", "2026-11-30-h200-bench-full", "2026-11-30-h200-bench-check")
 
 
 @pytest.mark.parametrize("name", FITTED)
