@@ -29,7 +29,7 @@ class Tool(Protocol):
 
 
 class Clock(Protocol):
-    """What must not count the time that starting, stopping and writing take, nor steps while the tool is on as others."""
+    """What must not count the time that starting, stopping and writing take, nor the steps while the tool is on."""
 
     profiled: bool
 
