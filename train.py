@@ -26,7 +26,7 @@ from fusedmlp.sweep import outcome, plugin
 from fusedmlp.sweep.command import job_command
 from fusedmlp.sweep.job import GROUP, PARENT, join_sweep, wait_until_let_go
 from fusedmlp.training import environment
-from fusedmlp.training.cli import Jobs, launch, register_impls
+from fusedmlp.training.cli import Jobs, launch, past_hydra, register_impls
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.place import Start, find
 from fusedmlp.training.run import run
@@ -39,6 +39,7 @@ plugin.register(jobs.ended_elsewhere)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
+@past_hydra
 def main(cfg: DictConfig) -> None:
     job = HydraConfig.get()
     sweep = Path(job.sweep.dir) if job.mode == RunMode.MULTIRUN else None

@@ -42,12 +42,13 @@ def cut(source: Path, target: Path, steps: int) -> int:
         or LAUNCH.match(_name(event))
     ]  # fmt: skip
     kept = sorted((_small(event) for event in host + device), key=lambda event: event["ts"])
+    if not kept:
+        raise UserError(f"{source}: its steps take no time, so nothing can be cut out of it")
     origin = kept[0]["ts"]
     for event in kept:
         event["ts"] = round(event["ts"] - origin, 3)
-    properties = content.get("deviceProperties") if isinstance(content, dict) else None
-    names = [{"id": gpu.get("id"), "name": gpu.get("name")} for gpu in (properties or [])[:1]]
-    _write(target, {"schemaVersion": 1, "deviceProperties": names, "traceEvents": kept})
+    gpu = trace.device_of(content)
+    _write(target, {"schemaVersion": 1, "deviceProperties": [gpu] if gpu else [], "traceEvents": kept})
     return len(kept)
 
 

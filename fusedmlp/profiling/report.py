@@ -164,7 +164,7 @@ def write_kernels(analysis: Analysis, path: Path) -> None:
     """All kernels (on a CPU: operations), the longest first, one line for each full name."""
     rows = analysis.rows if analysis.on_gpu else analysis.cpu_ops
     total = sum(row.ms for row in rows)
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["name", "kind", "count_per_step", "ms_per_step", "us_each", "percent", "full_name"])
         for row in rows:

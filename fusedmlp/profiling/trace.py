@@ -23,6 +23,9 @@ KERNEL, MEMCPY, MEMSET = "kernel", "gpu_memcpy", "gpu_memset"
 ON_GPU = (KERNEL, MEMCPY, MEMSET)
 CALLS = ("cuda_runtime", "cuda_driver")
 RANGE, OP = "user_annotation", "cpu_op"
+# What tells threads, streams and devices apart, and what joins a call with its kernel.
+_PLACES, _ARGUMENTS = ("pid", "tid"), ("stream", "device", "correlation")
+_LATEST = 1e18  # us
 
 _OTHERS = {
     ".nsys-rep": "a report of Nsight Systems: open it with nsys-ui, or print it with nsys stats",
@@ -86,8 +89,7 @@ def read(path: Path) -> Trace:
     if not isinstance(events, list):
         raise UserError(f"{path}: JSON, but no Chrome trace: it has no list of traceEvents")
     trace = from_events(events)
-    if isinstance(content, dict):
-        trace.device = _device_name(content)
+    trace.device = device_of(content).get("name")
     if not len(trace.gpu) + len(trace.ops) + len(trace.ranges) + len(trace.calls):
         raise UserError(f"{path}: this trace is empty: no step was recorded, or it was not written by torch.profiler")
     return trace
@@ -108,7 +110,7 @@ def load_json(path: Path) -> Any:
     gc.disable()
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         begins = data.lstrip()[:1] in (b"{", b"[")
         what = "truncated or damaged" if begins else "not a Chrome trace"
         raise UserError(f"{path}: {what}: {str(error) if begins else 'no JSON'}") from error
@@ -154,9 +156,26 @@ def complete(events: Iterable[Any]) -> Iterator[dict[str, Any]]:
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X" or not isinstance(event.get("cat"), str):
             continue
-        numbers = isinstance(event.get("ts"), int | float) and isinstance(event.get("dur"), int | float)
-        if numbers and isinstance(event.get("args") or {}, dict):
-            yield event
+        arguments = event.get("args") or {}
+        if _is_time(event.get("ts")) and _is_time(event.get("dur")) and isinstance(arguments, dict):
+            sound = all(_is_number_or_name(event.get(name)) for name in _PLACES)
+            sound = sound and all(_is_number_or_name(arguments.get(name)) for name in _ARGUMENTS)
+            yield event if sound else _without_odd(event, arguments)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < _LATEST
+
+
+def _is_number_or_name(value: Any) -> bool:
+    """Whether it can be a key, and an integer column can hold it. Others number threads with what they like."""
+    return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 2**63)
+
+
+def _without_odd(event: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in event.items() if name not in _PLACES or _is_number_or_name(value)}
+    known = {name: value for name, value in arguments.items() if name not in _ARGUMENTS or _is_number_or_name(value)}
+    return kept | {"args": known}
 
 
 def _columns(rows: list[tuple[Any, ...]], origin: float) -> Events:
@@ -172,11 +191,12 @@ def _columns(rows: list[tuple[Any, ...]], origin: float) -> Events:
     )
 
 
-def _device_name(content: dict[str, Any]) -> str | None:
-    devices = content.get("deviceProperties")
-    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
-        return devices[0].get("name")
-    return None
+def device_of(content: Any) -> dict[str, Any]:
+    """What the content of a trace says of the GPU: `id` and `name`, as far as they are there."""
+    devices = content.get("deviceProperties") if isinstance(content, dict) else None
+    first = devices[0] if isinstance(devices, list) and devices else None
+    known = first if isinstance(first, dict) else {}
+    return {name: known[name] for name, kind in (("id", int), ("name", str)) if isinstance(known.get(name), kind)}
 
 
 def find(path: Path) -> Path:

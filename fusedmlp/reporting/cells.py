@@ -85,7 +85,8 @@ class Cell:
     @property
     def captured(self) -> str | None:
         """Whether steps were replayed from a CUDA graph, "yes", "no" or "some"; None if that is not known."""
-        known = {run.fields["cuda_graph"]["captured"] for run in self.measured if run.fields.get("cuda_graph")}
+        said = (run.fields["cuda_graph"].get("captured") for run in self.measured if run.fields.get("cuda_graph"))
+        known = {captured for captured in said if captured is not None}
         return None if not known else "some" if len(known) > 1 else "yes" if known.pop() else "no"
 
     @property

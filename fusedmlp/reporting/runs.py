@@ -1,6 +1,7 @@
 """Reads runs from their directories: result.json, config.yaml, and what sweep.json says of jobs that wrote neither."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,14 +152,28 @@ def _single(folder: Path) -> Iterable[Run]:
 
 def _read(folder: Path, root: Path) -> Run:
     try:
-        fields = json.loads((folder / result.FILE).read_text())
-    except (OSError, ValueError):
+        # What is no number in a result.json (NaN, or an integer without end) is as good as nothing.
+        text = (folder / result.FILE).read_text(encoding="utf-8")
+        fields = json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=lambda word: None)
+    except (OSError, ValueError, RecursionError):
         fields = {}
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         config = {}
-    return Run(root, folder, _sound(fields, _FIELDS), _sound(config, _SECTIONS))
+    fields = _sound(fields, _FIELDS)
+    for section, types in _WITHIN.items():
+        if section in fields:
+            fields[section] = _sound(fields[section], types)
+    return Run(root, folder, fields, _sound(config, _SECTIONS))
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if len(text) < 20 else None
+
+
+def _number(text: str) -> float | None:
+    return number if math.isfinite(number := float(text)) else None
 
 
 # What is looked into, and the types that it has if nobody has edited the file.
@@ -167,6 +182,9 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "final_val_loss": (int, float), "peak_memory_gib": (int, float),
     **dict.fromkeys(("environment", "git", "throughput", "cuda_graph", "trace", "seconds", "data"), (dict,)),
     "early_train_loss": (dict,),
+}  # fmt: skip
+_WITHIN: dict[str, dict[str, tuple[type, ...]]] = {
+    "environment": {"gpu": (str,)}, "git": {"commit": (str,)}, "cuda_graph": {"captured": (bool,)},
 }  # fmt: skip
 _SECTIONS: dict[str, tuple[type, ...]] = dict.fromkeys(("model", "data", "trainer"), (dict,))
 

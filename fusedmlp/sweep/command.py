@@ -19,7 +19,7 @@ def of_the_job(words: Sequence[str]) -> list[str]:
 
 def job_command(config: DictConfig, overrides: Sequence[str], folder: Path, number: int) -> list[str]:
     """The same program with the overrides of one job and its directory."""
-    own = [f"hydra.run.dir={_written(folder)}", f"hydra.job.num={number}"]
+    own = [f"hydra.run.dir={written(folder)}", f"hydra.job.num={number}"]
     program = str(Path(sys.argv[0]).absolute())
     kept = of_the_job(config.hydra.overrides.hydra)
     return [sys.executable, program, *_sources(config), *overrides, *kept, *own]
@@ -27,7 +27,7 @@ def job_command(config: DictConfig, overrides: Sequence[str], folder: Path, numb
 
 def resume_command(config: DictConfig, sweep: Path, timeout_s: float | None) -> str:
     """What goes on with the sweep in the directory `sweep`."""
-    words = ["python", sys.argv[0], *_sources(config), "-m", f"sweep.resume={_written(sweep)}"]
+    words = ["python", sys.argv[0], *_sources(config), "-m", f"sweep.resume={written(sweep)}"]
     if timeout_s is not None:
         words.append(f"sweep.timeout={timeout_s:g}")
     launcher = [word for word in config.hydra.overrides.hydra if re.match(r"hydra[./]launcher", word)]
@@ -46,8 +46,8 @@ def _sources(config: DictConfig) -> list[str]:
     return words if name == "train" else [*words, "--config-name", name]
 
 
-def _written(path: Path) -> str:
+def written(path: Path | str) -> str:
     """A path as the value of an override, in quotes where Hydra's grammar needs them."""
-    if re.fullmatch(r"[\w./-]+", str(path)):
+    if re.fullmatch(r"[\w./-]+", str(path), re.ASCII):
         return str(path)
     return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -34,7 +34,7 @@ class SweepLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Raises: UserError for a wrong value in `sweep`, or a directory that cannot be gone on with or begun in."""
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        if any(os.environ.get(name, "") not in ("", "1") for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
             raise UserError(
                 "each of the processes that torchrun or srun started would run this sweep: start train.py -m without "
                 "them; its jobs start their own"
@@ -61,6 +61,11 @@ class SweepLauncher(Launcher):
         setup_globals()
         if not job_overrides:
             raise UserError("the sweep has no jobs: one of the lists or ranges that it runs over is empty")
+        for words in zip(*job_overrides, strict=True):
+            if words[0].lstrip("+").startswith("sweep.") and len(set(words)) > 1:
+                raise UserError(
+                    f"{', '.join(dict.fromkeys(words))}: expected one value, which holds for the whole sweep"
+                )
         self.jobs = self._plan([of_the_job(words) for words in job_overrides])
         self.names = labels(self.jobs)
         self.ledger.folder.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,8 @@ class Ledger:
         try:
             content = json.loads((folder / FILE).read_text())
             jobs = [Job(**job) for job in content["jobs"]]
+            if not jobs:
+                raise ValueError("it lists no job")
             for job in jobs:
                 if not isinstance(job.overrides, list) or not isinstance(job.folder, str | None):
                     raise ValueError(f"job {job.index} is not as train.py writes it")

@@ -32,7 +32,11 @@ def record(folder: Path, fields: Mapping[str, Any], logger: Mapping[str, Any]) -
             shutil.rmtree(run)
     impl = str(fields.get("impl"))
     name = f"{impl}-dim{fields.get('dim')}"
-    config = yaml.safe_load((folder / "config.yaml").read_text()) if (folder / "config.yaml").exists() else {}
+    config = (
+        yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        if (folder / "config.yaml").exists()
+        else {}
+    )
     sink = WandbSink(options, folder, name, impl, fields.get("group"), config, print, "the sweep goes on")
     for row in _rows(folder / "metrics.csv"):
         sink.write(row)

@@ -16,7 +16,7 @@ def guarded(what: str, folder: Path, work: Callable[[], object]) -> None:
     except Exception as error:
         print(f"warning: no {what}: {error} ({ERRORS})", flush=True)
         try:
-            with open(folder / ERRORS, "a") as file:
+            with open(folder / ERRORS, "a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
         except OSError:
             pass  # the disk is full, as the warning says

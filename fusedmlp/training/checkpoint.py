@@ -15,6 +15,7 @@ from fusedmlp.errors import UserError
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.options import TrainerOptions
+from fusedmlp.training.paths import from_user_directory
 from fusedmlp.training.peers import Peers
 from fusedmlp.training.task import LanguageModelTask
 
@@ -101,7 +102,7 @@ def find(resume: str) -> Path:
 
     Raises: UserError if there is none.
     """
-    path = Path(resume).expanduser()
+    path = from_user_directory(resume)
     if path.is_dir():
         for candidate in (path / "checkpoints" / LAST, path / LAST):
             if candidate.is_file():
@@ -112,8 +113,8 @@ def find(resume: str) -> Path:
     return path
 
 
-def check(path: Path, model_config: Mapping[str, Any], max_steps: int) -> int:
-    """The step of checkpoint `path`, if a run with this model can go on from it.
+def check(path: Path, model_config: Mapping[str, Any], max_steps: int, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The step of checkpoint `path`, if a run with this model, whose tensors have these shapes, can go on from it.
 
     Raises: UserError if it is no checkpoint, is of another model (saying what differs) or leaves nothing to train.
     """
@@ -129,8 +130,10 @@ def check(path: Path, model_config: Mapping[str, Any], max_steps: int) -> int:
     if damage:
         raise UserError(f"resume={path}: this file is not a checkpoint, or is damaged: {damage}")
     parts: dict[str, Any] = checkpoint if isinstance(checkpoint, dict) else {}
-    ours = parts.get(KEY)
-    if not isinstance(ours, dict) or not {"model", "step", "rng"} <= ours.keys() or not parts.keys() >= _STATE:
+    ours: Any = parts.get(KEY)
+    kinds: dict[str, type] = {"model": dict, "step": int, "rng": dict}
+    written = isinstance(ours, dict) and all(isinstance(ours.get(name), kind) for name, kind in kinds.items())
+    if not written or not parts.keys() >= _STATE:
         raise UserError(f"resume={path}: this checkpoint was not written by train.py")
     theirs = ours["model"]
     names = sorted(theirs.keys() | model_config.keys())
@@ -141,12 +144,22 @@ def check(path: Path, model_config: Mapping[str, Any], max_steps: int) -> int:
     ]
     if differences:
         raise UserError(f"resume={path}: the checkpoint is of another model: {'; '.join(differences)}")
+    if unlike := _unlike(parts["state_dict"], shapes):
+        raise UserError(f"resume={path}: the checkpoint is of another model, though its config is the same: {unlike}")
     if ours["step"] >= max_steps:
         raise UserError(
             f"resume={path}: it is at step {ours['step']} already and trainer.max_steps={max_steps}; "
             "give a larger trainer.max_steps"
         )
     return ours["step"]
+
+
+def _unlike(tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Where the tensors of a checkpoint are not those of the model, because its code has changed; "" if they are."""
+    theirs = {name: tuple(getattr(tensor, "shape", ())) for name, tensor in tensors.items()}
+    unlike = [name for name in {**shapes, **theirs} if theirs.get(name) != shapes.get(name)]
+    words = [f"{name} is {theirs.get(name, 'missing')} there, {shapes.get(name, 'missing')} here" for name in unlike]
+    return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def _damage(path: Path) -> str | None:

@@ -1,25 +1,25 @@
 """The command line around a run: the impl group, messages for what Hydra refuses, and the last lines printed."""
 
 import contextlib
+import functools
 import os
-import re
 import shlex
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from fusedmlp import impls
 from fusedmlp.errors import UserError
+from fusedmlp.sweep.command import written
+from fusedmlp.training.explain import explain, of_config, of_hydra, raised_by_hydra
 from fusedmlp.training.failures import EXIT_FAILED, Ending
 from fusedmlp.training.interrupt import Interrupted
-from fusedmlp.training.options import by_closeness
 from fusedmlp.training.progress import utilization
 from fusedmlp.training.result import Result
 
@@ -30,6 +30,27 @@ def register_impls() -> None:
     """Makes every implementation an option of the config group impl, so that a new file needs no config."""
     for name in impls.names():
         ConfigStore.instance().store(group="impl", name=name, package="_global_", node={"impl": name})
+
+
+class _Raised(BaseException):
+    """Carries what a job raised past Hydra, which would print a line about it first."""
+
+    def __init__(self, error: Exception):
+        super().__init__()
+        self.error = error
+
+
+def past_hydra(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+    """A job of a Hydra application of which `launch` tells what it raises, and nobody else."""
+
+    @functools.wraps(job)
+    def guarded(cfg: DictConfig) -> Any:
+        try:
+            return job(cfg)
+        except Exception as error:
+            raise _Raised(error) from error
+
+    return guarded
 
 
 class Jobs:
@@ -80,13 +101,16 @@ def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this (`>&-`)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the whole process
+        stream = getattr(sys, name)
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
     try:
-        main()
+        _call(main)
         code = jobs.exit_code
     except HydraException as error:
         code = _complain(explain(error), EXIT_USAGE)
     except OmegaConfBaseException as error:
-        code = _complain(_of_config(error), EXIT_USAGE)
+        code = _complain(of_config(error), EXIT_USAGE)
     except UserError as error:
         code = _complain(str(error), EXIT_FAILED)
     except BrokenPipeError:
@@ -103,66 +127,24 @@ def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
         code = error.exit_code if isinstance(error, Interrupted) else 130
     except Exception as error:
         # What Hydra's code lets through comes from an odd override, `=3` for one.
-        if not _raised_by_hydra(error):
+        if not raised_by_hydra(error):
             raise
-        code = _complain(f"cannot compose the config: {_of_hydra(str(error))}", EXIT_USAGE)
+        code = _complain(f"cannot compose the config: {of_hydra(str(error))}", EXIT_USAGE)
     if len(jobs._ended) > 1:
         print("\n".join(["", *jobs.table()]))
     sys.exit(code)
 
 
+def _call(main: Callable[[], Any]) -> None:
+    try:
+        main()
+    except _Raised as raised:
+        raise raised.error from raised.error.__cause__
+
+
 def _leave_stdout() -> None:
     with contextlib.suppress(OSError, ValueError):  # in a test there is no file behind it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def explain(error: HydraException) -> str:
-    """One message for an override that Hydra refuses: what was given, and the choices, the closest first."""
-    if isinstance(error, OverrideParseException):
-        reason = _first_line(error.message)
-        # Without an equals sign the parser says no more than that.
-        reason = "expected KEY=VALUE" if reason.startswith("Error parsing override") else reason
-        return f"cannot read the override {error.override!r}: {reason}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
-        if not group:
-            return f"--config-name {option}: there is no such config; train.py's is train"
-        choices = ", ".join(by_closeness(option, error.options or []))
-        return f"{group}={option} is unknown; accepted: {choices}"
-    cause = error.__cause__
-    while isinstance(cause, HydraException) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
-        return _unknown_key(str(cause.key), cause)
-    if isinstance(cause, OmegaConfBaseException):
-        return _of_config(cause)
-    return re.sub(r"\s*\n\s*", "; ", str(error).strip())
-
-
-def _raised_by_hydra(error: Exception) -> bool:
-    *_, last = traceback.walk_tb(error.__traceback__)
-    return str(last[0].f_globals.get("__name__", "")).partition(".")[0] in ("hydra", "omegaconf")
-
-
-def _of_hydra(message: str) -> str:
-    if message.startswith("Config group override must be"):
-        return "a config group takes the name of one of its options, as in model=mlp; see train.py --help"
-    return _first_line(message)
-
-
-def _of_config(error: OmegaConfBaseException) -> str:
-    key = str(error.full_key or error.key or "")
-    return f"{key}: {_first_line(str(error))}" if key else _first_line(str(error))
-
-
-def _unknown_key(key: str, cause: OmegaConfBaseException) -> str:
-    section = str(cause.full_key or key).rpartition(".")[0]
-    assert isinstance(cause.parent_node, DictConfig)
-    known = [str(name) for name in cause.parent_node if name != "hydra"]
-    if not known:
-        return f"{section}.{key}: no such key; {section} is a value, which has no keys"
-    where = f"keys of {section}" if section else "keys and groups"
-    return f"{section}{'.' if section else ''}{key}: no such key; {where}: {', '.join(by_closeness(key, known))}"
 
 
 def last_lines(result: Result) -> list[str]:
@@ -214,7 +196,7 @@ def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
         return shlex.join(["python", _program(), *changes, *kept])
 
     if fields["status"] == "interrupted" and fields.get("checkpoint"):
-        return [command(f"resume={_shown(folder)}")]
+        return [command(f"resume={written(_shown(folder))}")]
     if fields["status"] != "completed" or fields["group"] is not None:
         return []
     runnable = [name for name in impls.names() if impls.unavailable(name) is None and name != "auto"]
@@ -224,7 +206,7 @@ def _next_steps(fields: dict[str, Any], folder: Path) -> list[str]:
     steps.append(f"{command('-m', every)}   # all of them, side by side")
     if fields.get("checkpoint"):
         longer = f"trainer.max_steps={2 * fields['steps']}"
-        steps.append(f"{command(f'resume={_shown(folder)}', longer)}   # train on")
+        steps.append(f"{command(f'resume={written(_shown(folder))}', longer)}   # train on")
     return steps
 
 
@@ -241,10 +223,6 @@ def _shown(path: Path) -> str:
 
 def _number(value: float | None, form: str, width: int) -> str:
     return f"{'-' if value is None else format(value, form):>{width}}"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "not understood"
 
 
 def _complain(message: str, code: int) -> int:

@@ -57,7 +57,11 @@ class HfSource:
             raise UserError("data=hf needs data.name: a dataset on the Hugging Face hub, a folder, or json, csv, text")
         if not self.split:
             raise UserError("data=hf needs data.split, such as train, train[:10%] or train+validation")
-        files = [self.data_files] if isinstance(self.data_files, str) else list(self.data_files or [])
+        given: Any = self.data_files
+        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        files = list(given) if listed else [] if given is None else [given]
+        if not all(isinstance(file, str) for file in files):
+            raise UserError(f"data.data_files={self.data_files}: expected a file, a glob, or a list of them")
         files = [file if "://" in file else str(from_user_directory(file)) for file in files]
         if self.name in _FORMATS and not files:
             raise UserError(f"data.name={self.name} needs data.data_files: a file, a glob, or a list of them")

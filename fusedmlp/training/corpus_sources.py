@@ -118,7 +118,7 @@ class TextSource:
     def _files(self) -> tuple[Path, ...]:
         listed = isinstance(self.files, Sequence) and not isinstance(self.files, str)
         patterns = list(self.files or []) if listed else [self.files]
-        if not patterns or None in patterns:
+        if not patterns or not all(isinstance(pattern, int | float | str) and pattern != "" for pattern in patterns):
             raise UserError(
                 "data=text needs data.files: a file, a glob such as 'docs/**/*.md', or a list [a.txt,b.txt]"
             )

@@ -13,7 +13,7 @@ _LIGHTNING = ("lightning.pytorch", "lightning.fabric", "lightning")
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Sends log records and warnings to `path` while active; Lightning's go there instead of to the terminal."""
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
     level = root.level

@@ -23,6 +23,14 @@ DISTRIBUTED = ("ddp", "fsdp")
 STRATEGIES = ("single", *DISTRIBUTED)
 PROFILE_TOOLS = ("torch", "nsys", "memory", "ncu")
 
+# What is accepted where the type alone does not say it.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "trainer.precision": PRECISIONS, "trainer.accelerator": ACCELERATORS, "trainer.strategy": STRATEGIES,
+    "trainer.cuda_graph": ("true", "false", "auto"), "trainer.devices": ("an integer of at least 1", "auto"),
+    "logger.mode": WANDB_MODES, "profile.tool": (*PROFILE_TOOLS, "null"),
+}  # fmt: skip
+_INTEGERS_BELOW = 2**63  # what PyTorch holds sizes in
+
 
 @dataclass(frozen=True)
 class TrainerOptions:
@@ -58,16 +66,19 @@ class TrainerOptions:
             require(
                 f"trainer.{name}", getattr(self, name), getattr(self, name) >= 0, "an integer of at least 0 (0: off)"
             )
-        require("trainer.learning_rate", self.learning_rate, 0 < self.learning_rate < math.inf, "a number above 0")
+        require(
+            "trainer.learning_rate", self.learning_rate, 0 < self.learning_rate < math.inf, "a finite number above 0"
+        )
         require("trainer.min_learning_rate", self.min_learning_rate, 0 <= self.min_learning_rate <= self.learning_rate,
                 f"a number from 0 to trainer.learning_rate={self.learning_rate}")  # fmt: skip
-        require("trainer.weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a number of at least 0")
+        require("trainer.weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf,
+                "a finite number of at least 0")  # fmt: skip
         for name in ("beta1", "beta2"):
             require(f"trainer.{name}", getattr(self, name), 0 <= getattr(self, name) < 1, "a number from 0 to below 1")
         require("trainer.max_grad_norm", self.max_grad_norm, self.max_grad_norm is None or self.max_grad_norm > 0,
                 "a number above 0, or null for no clipping")  # fmt: skip
-        require("trainer.peak_tflops", self.peak_tflops, self.peak_tflops is None or self.peak_tflops > 0,
-                "a number above 0, in TFLOP/s, or null for the peak that is known of the GPU")  # fmt: skip
+        require("trainer.peak_tflops", self.peak_tflops, self.peak_tflops is None or 0 < self.peak_tflops < math.inf,
+                "a finite number above 0, in TFLOP/s, or null for the peak that is known of the GPU")  # fmt: skip
         if self.precision in ("16-mixed", "fp16-mixed", "16", "16-true", "fp16-true"):
             raise UserError(
                 f"trainer.precision={self.precision} is not offered: fp16 needs a GradScaler, which reads a value from "
@@ -229,22 +240,38 @@ def _converted(key: str, value: Any, kind: Any) -> Any:
         if origin is float and isinstance(value, int):
             return float(value)
         if origin is int and isinstance(value, float) and value.is_integer():
-            return int(value)
+            value = int(value)
+        if origin is int and isinstance(value, int) and abs(value) >= _INTEGERS_BELOW:
+            raise UserError(f"{key}={shown(value)}: expected an integer below 2^63")
         if isinstance(origin, type) and isinstance(value, origin):
             return value
         if isinstance(value, list | tuple) and origin in (list, tuple, typing.get_origin(typing.Sequence[int])):
             return value
-    raise UserError(f"{key}={shown(value)}: expected {_described(kind)}")
+    raise UserError(f"{key}={shown(value)}: expected {_expected(key, value, kind)}")
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
+def _expected(key: str, value: Any, kind: Any) -> str:
+    if key in _CHOICES:
+        return f"one of {', '.join(_CHOICES[key])}"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    written = f", for Hydra in quotes of its own: {key}='\"{value}\"'" if number and str in _alternatives(kind) else ""
+    return _described(kind) + written
+
+
 def _described(kind: Any) -> str:
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "null"}
-    return " or ".join(words.get(option, "a list" if typing.get_origin(option) else str(option))
-                       for option in _alternatives(kind))  # fmt: skip
+    return " or ".join(words.get(option) or _container(option) for option in _alternatives(kind))
+
+
+def _container(kind: Any) -> str:
+    origin = typing.get_origin(kind)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "keys with values, as in {KEY: VALUE}"
+    return "a list, as in [A,B]" if origin else str(kind)
 
 
 def shown(value: object) -> str:

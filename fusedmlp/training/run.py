@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from fusedmlp import auto, impls
+from fusedmlp.errors import UserError
 from fusedmlp.profiling.session import Session
 from fusedmlp.training import checkpoint, environment
 from fusedmlp.training.csv_sink import CsvSink
@@ -39,6 +40,9 @@ from fusedmlp.training.wandb_sink import WandbSink
 
 log = logging.getLogger(__name__)
 
+# Of configs/train.yaml: each is looked at, and `~KEY` on the command line takes one away.
+_KEYS = ("impl", "dim", "seed", "resume", "model", "data", "trainer", "profile", "logger", "sweep")
+
 
 def run(
     cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str | None = None, place: Place | None = None
@@ -54,6 +58,8 @@ def run(
     Raises: UserError if there is no directory to record anything in.
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    if removed := [name for name in _KEYS if name not in config]:
+        raise UserError(f"{removed[0]} is missing from the config: a run needs all of {', '.join(_KEYS)}")
     with StopRequests() as stop, Peers(place or Place(), stop) as peers:
         folder = agreed_folder(peers, lambda: claim_folder(wanted_folder))
         if not peers.is_first and folder != wanted_folder.absolute():
@@ -128,6 +134,12 @@ class Run:
         options = build("trainer", self.config["trainer"], TrainerOptions)
         profile = build("profile", self.config["profile"], ProfileOptions)
         build("sweep", self.config["sweep"], SweepOptions)
+        # Of a job of a sweep the launcher has taken them away.
+        for_sweeps = next(
+            (word for word in self.result.fields["overrides"] if word.lstrip("+").startswith("sweep.")), ""
+        )
+        require(for_sweeps.partition("=")[0], for_sweeps.partition("=")[2], not for_sweeps,
+                "a sweep, with -m and hydra/launcher=isolated or slurm; nothing has been run")  # fmt: skip
         # Before anything that may fail, so that a run that does is there to be seen.
         self.wandb = self._start_wandb() if self.peers.is_first else None
         place = self.peers.place
@@ -183,6 +195,11 @@ class Run:
         require(
             "model.vocab_size", size, size >= data_vocab_size, f"at least {data_vocab_size}, the tokens of the data"
         )
+        # The FLOPs are counted for it, and so is MFU.
+        seq_len, context = self.config["data"].get("seq_len"), section.get("context", None)
+        require("data.seq_len", seq_len, context is None or seq_len == context, f"model.context={context}")
+        count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        require("model", section.get("target", section["_target_"]), count > 0, "a network with parameters to train")
         count = sum(parameter.numel() for parameter in model.parameters())
         name = getattr(model, "title", str(section["_target_"]).rpartition(".")[2])
         self.result.write(model=name, num_params=count)
@@ -209,7 +226,9 @@ class Run:
         if self.config["resume"] is None:
             return None, 0
         path = checkpoint.find(str(self.config["resume"]))
-        step = checkpoint.check(path, model_identity(self.config["model"]), options.max_steps)
+        assert self.task is not None
+        shapes = {name: tuple(getattr(tensor, "shape", ())) for name, tensor in self.task.state_dict().items()}
+        step = checkpoint.check(path, model_identity(self.config["model"]), options.max_steps, shapes)
         self.result.write(resumed_from=path, resumed_at_step=step)
         return path, step
 

@@ -32,6 +32,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with open(partial, "wb") as file:
                 torch.save(checkpoint, file)
             os.replace(partial, path)
+        except RuntimeError as error:
+            # PyTorch cannot end an archive that the disk did not take, and says that instead.
+            if isinstance(refused := error.__context__, OSError) and refused.errno is not None:
+                raise OSError(refused.errno, refused.strerror, str(path)) from error
+            raise
         finally:
             partial.unlink(missing_ok=True)
 

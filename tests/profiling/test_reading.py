@@ -76,6 +76,40 @@ def test_a_list_of_events_and_a_plain_file_are_traces_too(tmp_path):
     assert analyse(trace.read(tmp_path / "list.json")).kernels == 32
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("event", "tid", 2**64 - 1),  # an unsigned hash, as other programs number threads
+        ("event", "pid", ["a"]),
+        ("args", "correlation", 2**63),
+        ("args", "correlation", {}),
+        ("args", "device", []),
+        ("args", "stream", float("nan")),
+        ("event", "dur", -1),
+        ("event", "dur", 1e308),
+        ("event", "ts", float("nan")),
+        ("content", "deviceProperties", True),
+        ("content", "deviceProperties", [1]),
+    ],
+)
+def test_a_trace_with_odd_values_is_read_or_refused(tmp_path, capsys, where, name, value):
+    whole = content(*SCENES["launch"])
+    for event in whole["traceEvents"]:
+        target = event if where == "event" else event.get("args") if where == "args" else {}
+        if target and name in target:
+            target[name] = value
+    if where == "content":
+        whole[name] = value
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps(whole))
+    for words in (["show", str(file)], ["cut", str(file), str(tmp_path / "cut.json")]):
+        code = main(words)
+        said = capsys.readouterr()
+        assert (code, said.err.count("\n")) in ((0, 0), (1, 1))
+        if where != "event" or name in ("tid", "pid"):
+            assert code == 0, "what is known of the times is enough"
+
+
 def test_the_directory_of_a_run_gives_the_step_without_profiler(tmp_path):
     write(tmp_path, *SCENES["launch"])
     assert analyse_file(tmp_path).unprofiled_step_ms is None

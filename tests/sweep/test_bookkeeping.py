@@ -68,6 +68,7 @@ def test_another_attempt_gets_another_folder(tmp_path):
         (None, "cannot be read"),
         ("{", "is damaged"),
         ('{"jobs": []}', "damaged"),
+        ('{"command": "", "jobs": []}', "damaged"),
         ("[]", "damaged"),
         ('{"command": "", "jobs": [{"index": 0, "overrides": null}]}', "damaged"),
     ],
@@ -82,6 +83,11 @@ def test_a_directory_without_a_sweep_is_refused(tmp_path, text, words):
 def test_a_sweep_over_an_empty_list_is_refused():
     with raises(UserError, "no jobs", "empty"):
         SweepLauncher().launch([], 0)
+
+
+def test_a_value_for_the_whole_sweep_is_one():
+    with raises(UserError, "sweep.repeats=1, sweep.repeats=2", "one value"):
+        SweepLauncher().launch([["dim=32", "sweep.repeats=1"], ["dim=32", "sweep.repeats=2"]], 0)
 
 
 def test_a_job_is_called_by_what_sets_it_apart():

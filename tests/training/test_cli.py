@@ -1,5 +1,7 @@
 """Messages for what Hydra refuses, and the last lines, without a process of their own."""
 
+import io
+import shlex
 import sys
 
 import hydra
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 from training.runs import CONFIGS, config
 
 from fusedmlp.errors import UserError
-from fusedmlp.training.cli import Jobs, explain, last_lines, launch
+from fusedmlp.training.cli import Jobs, explain, last_lines, launch, past_hydra
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.result import Result
@@ -32,12 +34,14 @@ from fusedmlp.training.result import Result
         ("trainer.max_steps.x=3", ("trainer.max_steps is a value", "no keys")),
         ("hydra.run.dir=null", ("hydra.run.dir", "not Optional")),
         ("word", ("cannot read the override 'word'", "KEY=VALUE")),
+        ("data=text data.files=~/a.txt", ("needs quotes: 'data.files=\"~/a.txt\"'",)),
+        ("data=text data.files=a[1].txt", ("needs quotes: 'data.files=\"a[1].txt\"'",)),
         ("trainer.max_steps=[3", ("cannot read the override 'trainer.max_steps=[3'",)),
     ],
 )
 def test_a_typo_lists_the_choices_the_closest_first(override, words):
     with pytest.raises(HydraException) as caught:
-        config(override)
+        config(*override.split())
     message = explain(caught.value)
     assert "\n" not in message
     for word in words:
@@ -74,6 +78,33 @@ def test_exit_codes(main, code, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert "None" not in said
+
+
+def test_what_a_job_raises_passes_hydra_by(capsys):
+    @past_hydra
+    def job(cfg):
+        raise UserError("no directory")
+
+    def main():
+        try:
+            job(None)
+        except Exception:
+            print("Hydra tells of it too")
+            raise
+
+    with pytest.raises(SystemExit) as caught:
+        launch(main, Jobs())
+    assert caught.value.code == 1
+    assert capsys.readouterr() == ("", "error: no directory\n")
+
+
+def test_a_terminal_that_cannot_show_a_path_shows_it_otherwise(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    with pytest.raises(SystemExit) as caught:
+        launch(lambda: print("run é"), Jobs())
+    assert caught.value.code == 0
+    assert shown.getvalue() == b"run \\xe9\n"
 
 
 def test_a_bug_is_no_matter_of_hydra():
@@ -128,6 +159,15 @@ def test_next_steps_keep_the_overrides_but_the_one_they_change(tmp_path):
     assert "python train.py impl=compiled dim=64 'data.files=[a b.txt]'" in lines[0]
     assert "python train.py -m impl=compiled,manual,native dim=64" in lines[1] or "triton" in lines[1]
     assert f"resume={tmp_path} trainer.max_steps=10 impl=native dim=64" in lines[2]
+
+
+@pytest.mark.parametrize("name", ["a b", "lr=1e-3", "é", "it's"])
+def test_the_printed_command_goes_on_from_a_folder_of_any_name(tmp_path, name):
+    (folder := tmp_path / name).mkdir()
+    fields = {"impl": "native", "dim": 64, "group": None, "overrides": [], "checkpoint": folder / "last.ckpt"}
+    line = last_lines(Result(folder, status="interrupted", **fields))[-1]
+    (override,) = [word for word in shlex.split(line) if word.startswith("resume=")]
+    assert config(override).resume == str(folder)
 
 
 @pytest.mark.parametrize(

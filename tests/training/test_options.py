@@ -44,6 +44,11 @@ def test_the_configs_hold_every_option_and_nothing_else():
         ({"checkpoint": 1}, ("trainer.checkpoint=1", "true or false")),
         ({"precision": "bf16"}, ("trainer.precision=bf16", "bf16-true", "bf16-mixed")),
         ({"precision": "16-mixed"}, ("trainer.precision=16-mixed", "GradScaler", "every step")),
+        ({"precision": 32}, ("trainer.precision=32", "32-true", "bf16-mixed")),
+        ({"cuda_graph": 1}, ("trainer.cuda_graph=1", "true, false, auto")),
+        ({"max_steps": 10**25}, ("trainer.max_steps=1000", "an integer below 2^63")),
+        ({"max_steps": 1e30}, ("trainer.max_steps=1000", "an integer below 2^63")),
+        ({"peak_tflops": float("inf")}, ("trainer.peak_tflops=inf", "finite")),
         ({"accelerator": "tpu"}, ("trainer.accelerator=tpu", "gpu", "cpu", "auto")),
         ({"devices": 2}, ("trainer.devices=2", "1")),
         ({"peak_tflops": 0}, ("trainer.peak_tflops=0", "above 0", "null")),
@@ -68,6 +73,12 @@ def test_numbers_may_be_written_as_floats_or_integers():
     assert isinstance(options.max_steps, int)
     assert options.learning_rate == 1.0
     assert options.max_grad_norm is None
+
+
+def test_a_number_where_a_name_belongs_is_told_how_to_write_it():
+    values = OmegaConf.to_container(config().logger, resolve=True)
+    with raises(UserError, "logger.project=5", "a string", "logger.project='\"5\"'"):
+        build("logger", values | {"project": 5}, LoggerOptions)
 
 
 def test_a_missing_key_is_named():

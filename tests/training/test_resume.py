@@ -136,6 +136,11 @@ def finished(tmp_path_factory):
         (("resume={foreign}",), ("resume=", "not written by train.py")),
         (("resume={objects}",), ("resume=", "is not a checkpoint", "other objects than tensors")),
         (("resume={weights}",), ("resume=", "not written by train.py")),
+        (
+            ("resume={recoded}", "trainer.max_steps=9"),
+            ("another model", "its config is the same", "embedding.weight is (3,) there"),
+        ),
+        (("resume={edited}", "trainer.max_steps=9"), ("resume=", "not written by train.py")),
         (("resume={finished}", "dim=64"), ("another model", "dim is 32 there, 64 here")),
         (("resume={finished}", "model.num_layers=3"), ("another model", "num_layers is 2 there, 3 here")),
         (("resume={finished}", "model=gpt", "model.num_heads=2", "model.num_layers=2"), ("another model", "GPT here")),
@@ -157,6 +162,9 @@ def test_what_cannot_be_resumed_is_one_message(tmp_path, finished, overrides, wo
     torch.save(torch.nn.Linear(1, 1), tmp_path / "objects")
     parts = torch.load(finished / "checkpoints" / "last.ckpt", weights_only=True)
     torch.save({name: part for name, part in parts.items() if name != "optimizer_states"}, tmp_path / "weights")
+    torch.save(parts | {"fusedmlp": parts["fusedmlp"] | {"step": "six"}}, tmp_path / "edited")
+    recoded = parts["state_dict"] | {"model.embedding.weight": torch.zeros(3)}
+    torch.save(parts | {"state_dict": recoded}, tmp_path / "recoded")
     places = {path.name: path for path in tmp_path.iterdir()} | {"finished": finished}
     ending = train(tmp_path / "run", *(override.format(**places) for override in overrides))
     assert (ending.status, ending.exit_code, ending.bug) == ("failed", 1, False)
@@ -172,7 +180,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
     torch.save({"fusedmlp": Malicious()}, tmp_path / "evil.ckpt")
     with pytest.raises(UserError, match="is not a checkpoint"):
-        checkpoint.check(tmp_path / "evil.ckpt", {}, 10)
+        checkpoint.check(tmp_path / "evil.ckpt", {}, 10, {})
 
 
 def test_a_checkpoint_of_one_impl_goes_on_with_another(tmp_path, finished):

@@ -1,17 +1,25 @@
 """A training run inside the process: what it records, when it is left alone and when it breaks."""
 
+import io
+import logging
 import math
+import resource
+import signal
 
 import pytest
 import torch
+from conftest import raises
 from torch.utils._python_dispatch import TorchDispatchMode
-from training.runs import curve, fits, result, rows, train
+from training.runs import RANDOM_BYTES, config, curve, fits, result, rows, train
 
 from fusedmlp import impls
+from fusedmlp.errors import UserError
 from fusedmlp.training import step, task
 from fusedmlp.training.csv_sink import COLUMNS, CsvSink
+from fusedmlp.training.log_file import log_file
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.run import run
 from fusedmlp.training.trainer import AtomicCheckpointIO
 
 pytestmark = fits
@@ -240,6 +248,35 @@ def test_a_full_disk_is_a_reason(tmp_path, monkeypatch):
     assert result(tmp_path / "run")["status"] == "failed"
 
 
+def test_a_key_that_was_taken_away_is_named(tmp_path):
+    cfg = config()
+    del cfg.sweep
+    with raises(UserError, "sweep is missing", "trainer"):
+        run(cfg, tmp_path / "run", [])
+
+
+def test_a_log_of_another_locale_holds_every_sign(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    with log_file(tmp_path / "train.log"):
+        logging.getLogger().warning("a tip \N{ELECTRIC LIGHT BULB}")
+    assert "a tip \N{ELECTRIC LIGHT BULB}" in (tmp_path / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_disk_that_takes_no_more_of_a_checkpoint_says_so(tmp_path):
+    path = tmp_path / "last.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        with pytest.raises(OSError, match="File too large") as caught:
+            AtomicCheckpointIO().save_checkpoint({"weight": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert caught.value.filename == str(path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
 def test_a_checkpoint_that_breaks_off_leaves_the_one_before(tmp_path):
     path = tmp_path / "last.ckpt"
     AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
@@ -259,6 +296,10 @@ def test_a_checkpoint_that_breaks_off_leaves_the_one_before(tmp_path):
         (("seed=one",), ("seed=one", "an integer")),
         (("data.batch_size=1000000",), ("data.batch_size=1000000", "at most")),
         (("model.vocab_size=100",), ("model.vocab_size=100", "at least 256")),
+        (("data.seq_len=8",), ("data.seq_len=8", "model.context=16")),
+        (("sweep.resume=place",), ("sweep.resume=place", "a sweep, with -m")),
+        (("data=text", "data.files=''"), ("data=text needs data.files",)),
+        (("data=hf", "data.name=text", "data.data_files=5"), ("data.data_files=5", "a list")),
     ],
 )
 def test_what_the_user_can_put_right_is_one_message(tmp_path, overrides, words):
@@ -269,6 +310,13 @@ def test_what_the_user_can_put_right_is_one_message(tmp_path, overrides, words):
         assert word in ending.reason
     assert result(tmp_path / "run")["reason"] == ending.reason
     assert "Traceback" not in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_network_without_parameters_is_one_message(tmp_path):
+    words = ("model=torch_module", "model.target=torch.nn.Identity", "logger=none", *RANDOM_BYTES)
+    _, ending = run(config(*words, f"data.cache_dir={tmp_path}"), tmp_path / "run", [])
+    assert (ending.status, ending.bug) == ("failed", False)
+    assert "model=torch.nn.Identity: expected a network with parameters" in ending.reason
 
 
 def test_an_impl_that_cannot_run_here_says_why(tmp_path, monkeypatch):
