@@ -49,11 +49,16 @@ def once_differentiable(backward: Callable) -> Callable:
     `torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a gradient itself: after
     `y.sum()` it does not, and the second derivative would come out as 0. This one raises whenever there is one, as long
     as what is saved leads to every differentiable input: itself, or an output, which leads to all of them.
+
+    Where no gradient arrives, because what comes after gives None, none is passed on: as PyTorch's own functions do.
+    For that the forward function says `ctx.set_materialize_grads(False)`. The first output is the only one in use.
     """
     impl = backward.__module__.rpartition(".")[2]
 
     @functools.wraps(backward)
     def first_order(ctx, *incoming):
+        if incoming[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
         if not torch.is_grad_enabled():
             return backward(ctx, *incoming)
         unpacked = _Unpacked(ctx)

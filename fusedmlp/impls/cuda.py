@@ -61,6 +61,7 @@ def _starts_graph(*tensors: Tensor | None) -> bool:
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, approximate: str) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.approximate = approximate
         return cuda_ops.gelu_fwd(x, approximate)
@@ -81,6 +82,7 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dim: int) -> Tensor:
+        ctx.set_materialize_grads(False)
         y = cuda_ops.softmax_fwd(x, dim)
         ctx.save_for_backward(y)
         ctx.dim = dim

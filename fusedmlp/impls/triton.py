@@ -87,6 +87,7 @@ _gelu_bwd = _register(
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, approximate: str) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.approximate = approximate
         return _gelu_fwd(x, approximate)
@@ -113,6 +114,7 @@ _softmax_bwd = _register(
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dim: int) -> Tensor:
+        ctx.set_materialize_grads(False)
         y = _softmax_fwd(x, dim)
         ctx.save_for_backward(y)
         ctx.dim = dim

@@ -50,6 +50,27 @@ def test_nothing_is_overwritten_and_two_backward_passes_agree(impl, device):
         assert all(torch.equal(tensors[name], before[name]) for name in before), case.op
 
 
+class Unwanted(torch.autograd.Function):
+    """x, of which what comes after wants no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_where_no_gradient_arrives_none_is_passed_on(impl, device):
+    if impls.resolved(impl) == "compiled":
+        pytest.skip("PyTorch's compiler makes zeros of it")
+    for case in cases(device):
+        tensors = leaves(case)
+        y = Unwanted.apply(case.call(impl, tensors))
+        assert torch.autograd.grad(y.sum(), list(tensors.values()), allow_unused=True) == (None,) * len(tensors), case
+
+
 def test_a_graph_can_be_kept_after_one_that_was_not(impl, device):
     for case in cases(device):
         tensors = leaves(case)
