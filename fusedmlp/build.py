@@ -68,6 +68,11 @@ def find(archs: Iterable[int]) -> Path | None:
     return None
 
 
+def missing(archs: Iterable[int]) -> str | None:
+    """Why the library cannot be built for `archs` on this machine and what to do, or None."""
+    return toolchain.missing() or toolchain.missing_archs(archs)
+
+
 def build(archs: Iterable[int], verbose: bool = False) -> Path:
     """The library with code for `archs` ([80, 90]): built ahead, or built now.
 
@@ -76,7 +81,7 @@ def build(archs: Iterable[int], verbose: bool = False) -> Path:
     archs = sorted(set(archs))
     if (path := find(archs)) is not None:
         return path
-    if (reason := toolchain.missing()) is not None:
+    if (reason := missing(archs)) is not None:
         raise RuntimeError(f"the CUDA kernels cannot be built: {reason}")
     folder = cache_folder()
     try:
@@ -174,7 +179,11 @@ def _say(line: str) -> None:
 
 def _summary(log: str, count: int = 40) -> str:
     """The first `count` lines of a build's log that are not the commands it ran."""
-    lines = [line for line in log.strip().splitlines() if not re.match(r"(\[\d+/\d+\] )?\S*(c\+\+|nvcc|g\+\+) ", line)]
+    # nvcc's own complaints begin with its name too: "nvcc fatal   : ...", "nvcc error   : 'cicc' died ...".
+    command = re.compile(
+        r"(Error building extension '\w+': )?(\[\d+/\d+\] )?\S*(c\+\+|g\+\+|nvcc(?! (fatal|error|warning))) "
+    )
+    lines = [line for line in log.strip().splitlines() if not command.match(line)]
     return "\n".join(lines if len(lines) <= count else [*lines[:count], "..."])
 
 

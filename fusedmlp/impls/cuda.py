@@ -30,8 +30,10 @@ def unavailable() -> str | None:
         return f"there is no CUDA GPU; {_REMEDY}"
     archs = build.visible_archs()
     if archs[0] < 80:
-        return f"a GPU has compute capability {archs[0] / 10} and the kernels need 8.0 (A100) or newer; {_REMEDY}"
-    if build.find(archs) is None and (reason := toolchain.missing()) is not None:
+        hide = "hide it with CUDA_VISIBLE_DEVICES, or " if archs[-1] >= 80 else ""
+        need = "the kernels need 8.0 (A100) or newer"
+        return f"a GPU has compute capability {archs[0] / 10} and {need}; {hide}{_REMEDY}"
+    if build.find(archs) is None and (reason := build.missing(archs)) is not None:
         return f"{reason}; or {_REMEDY}"
     return None
 

@@ -102,7 +102,12 @@ _BACKWARD = {
     "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 4, 4)],
     "16 bit, sm_90": [],
     "16 bit": [GemmConfig("plain", 64, 128, 64, 8, 4, 8), GemmConfig("plain", 64, 64, 64, 8, 4, 4)],
-    "tf32": [GemmConfig("plain", 64, 128, 32, 8, 3, 8), GemmConfig("plain", 64, 64, 32, 8, 4, 4)],
+    "tf32": [
+        GemmConfig("plain", 64, 128, 32, 8, 3, 8),
+        GemmConfig("plain", 64, 64, 32, 8, 4, 4),
+        # For cards with TMA and 99 KB of shared memory (12.x).
+        GemmConfig("plain", 64, 64, 32, 8, 3, 4),
+    ],
     "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
 }
 _INTERPRETER = GemmConfig("plain", 64, 64, 32, 8, 1, 4)
@@ -125,7 +130,10 @@ def has_tma(device: int) -> bool:
 
 
 def candidates(problem: Problem) -> list[GemmConfig]:
-    """Configurations that suit the problem, in the order in which the rule asks."""
+    """Configurations that suit the problem, in the order in which the rule asks.
+
+    Raises: RuntimeError if the card has not the shared memory for any of them.
+    """
     if problem.device < 0:
         return [_INTERPRETER]
     capability = card(problem.device)[0]
@@ -137,7 +145,14 @@ def candidates(problem: Problem) -> list[GemmConfig]:
         configs = known["one wave, sm_90"] + gluon + known["16 bit, sm_90"] + known["16 bit"]
     else:
         configs = known["16 bit"]
-    return [config for config in configs if _suits(config, problem)]
+    suitable = [config for config in configs if _suits(config, problem)]
+    if not suitable:
+        _, _, shared, name = card(problem.device)
+        raise RuntimeError(
+            f"no configuration of Triton's GEMM kernels fits the {shared // 1024} KB of shared memory "
+            f"that a block has on {name} ({capability[0]}.{capability[1]}); use impl=native"
+        )
+    return suitable
 
 
 def _suits(config: GemmConfig, problem: Problem) -> bool:

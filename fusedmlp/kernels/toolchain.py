@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,6 +21,22 @@ _USUAL_HOME = Path("/usr/local/cuda")
 def missing() -> str | None:
     """Why the kernels cannot be built here and what to do, or None. Costs a few file look-ups and `nvcc --version`."""
     return _missing_pytorch() or _missing_nvcc() or _missing_tools() or _missing_files()
+
+
+def missing_archs(archs: Iterable[int]) -> str | None:
+    """Why nvcc cannot compile for GPUs of these compute capabilities (90 for 9.0) and what to do, or None."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return _missing_nvcc()
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
+    known = sorted(map(int, re.findall(r"\bsm_(\d+)\b", listed)))
+    unknown = sorted(set(archs) - set(known))
+    if not known or not unknown:
+        return None
+    wanted = ", ".join(str(arch / 10) for arch in unknown)
+    remedy = f"install {'a newer' if unknown[-1] > known[0] else 'an older'} CUDA toolkit or set CUDA_HOME to it"
+    accepted = ", ".join(str(arch / 10) for arch in known)
+    return f"{nvcc} cannot compile for compute capability {wanted}, but for {accepted}; {remedy}"
 
 
 def _missing_pytorch() -> str | None:

@@ -171,6 +171,30 @@ def test_the_toolkit_behind_a_script_is_found(toolchain_here, tmp_path, monkeypa
     assert toolchain.cuda_home() == home
 
 
+def test_a_gpu_that_nvcc_does_not_know(complete, tiny, monkeypatch):
+    script(complete / "toolkit" / "bin" / "nvcc", "echo 'release 13.0, sm_80 sm_90 sm_100'")
+    assert toolchain.missing_archs([80, 100]) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(build, "visible_archs", lambda: [90, 130])
+    words = ("nvcc", "compute capability 13.0", "8.0, 9.0, 10.0", "install a newer CUDA toolkit")
+    with raises(RuntimeError, "cannot be built", *words):
+        build.build([90, 130])
+    assert all(word in cuda.unavailable() for word in words)
+    assert "an older" in toolchain.missing_archs([50])
+    script(complete / "toolkit" / "bin" / "nvcc", "exit 1")
+    assert toolchain.missing_archs([90]) is None
+
+
+def test_a_failed_build_shows_what_nvcc_says_and_no_commands():
+    log = """Error building extension 'fusedmlp_cuda': [1/11] /usr/local/cuda/bin/nvcc -MD -c gelu.cu
+[2/11] c++ -c bindings.cpp
+nvcc error   : 'cicc' died due to signal 9 (Kill signal)
+/usr/local/cuda/bin/nvcc -MD -c softmax_fwd.cu
+nvcc fatal   : Unsupported gpu architecture 'compute_130'
+"""
+    assert build._summary(log).splitlines() == [log.splitlines()[2], log.splitlines()[4]]
+
+
 def test_what_is_missing_ends_a_build(complete, tiny):
     (complete / "toolkit" / "bin" / "nvcc").unlink()
     with raises(RuntimeError, "the CUDA kernels cannot be built", "nvcc", "install the CUDA 13 toolkit"):
@@ -183,6 +207,7 @@ def test_availability_by_gpu(complete, monkeypatch, cache):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(build, "visible_archs", lambda: [75, 90])
     assert "compute capability 7.5" in cuda.unavailable()
+    assert "hide it with CUDA_VISIBLE_DEVICES" in cuda.unavailable()
     monkeypatch.setattr(build, "visible_archs", lambda: [90])
     assert cuda.unavailable() is None
     (complete / "tools" / "ninja").unlink()

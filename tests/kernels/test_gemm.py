@@ -1,5 +1,6 @@
 """The GEMM kernels against float64, in every configuration that the card has, and how one is chosen."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -228,6 +229,7 @@ def card(monkeypatch):
 
 
 H200, A100, RTX_3090 = ((9, 0), 132, 227 * 1024), ((8, 0), 108, 163 * 1024), ((8, 6), 82, 99 * 1024)
+B300, RTX_5090 = ((10, 3), 148, 227 * 1024), ((12, 0), 170, 99 * 1024)
 
 
 def test_configurations_by_card(card, monkeypatch):
@@ -238,13 +240,20 @@ def test_configurations_by_card(card, monkeypatch):
     assert all(c.kernel == "plain" for c in configs.candidates(problem(dtype=torch.float32)))
     monkeypatch.setattr(configs, "TRITON", "99.0")
     assert all(c.kernel == "plain" for c in configs.candidates(problem()))
-    for other in (A100, RTX_3090):
+    for other in (A100, RTX_3090, B300, RTX_5090):
         card(*other)
-        for dtype in DTYPES:
-            for backward in (False, True):
-                found = configs.candidates(problem(dtype=dtype, use_tma=False, backward=backward))
-                assert found, (other, dtype)
-                assert all(c.shared_bytes(dtype.itemsize, False, backward) <= other[2] for c in found)
+        kinds = [(torch.bfloat16, "ieee"), (torch.float32, "ieee"), (torch.float32, "tf32")]
+        for (dtype, precision), backward, tma in itertools.product(kinds, (False, True), (False, other[0] >= (9, 0))):
+            found = configs.candidates(problem(dtype=dtype, precision=precision, use_tma=tma, backward=backward))
+            assert found, (other, dtype)
+            assert all(c.kernel == "plain" for c in found)
+            assert all(c.shared_bytes(dtype.itemsize, tma, backward) <= other[2] for c in found)
+
+
+def test_a_card_that_no_configuration_fits_is_named(card):
+    card((7, 5), 40, 64 * 1024)
+    with raises(RuntimeError, "64 KB", "a card (7.5)", "impl=native"):
+        configs.by_rule(problem(use_tma=False))
 
 
 def test_narrow_tiles_take_long_steps_where_shared_memory_and_k_allow(card, monkeypatch):
