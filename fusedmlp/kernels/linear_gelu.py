@@ -139,7 +139,9 @@ def _aligned(tensor: Tensor) -> bool:
 
 def _fits_tma(matrix: Tensor) -> bool:
     """Whether a matrix with contiguous rows can be a tensor descriptor: base and rows aligned to 16 bytes."""
-    return _aligned(matrix) and matrix.stride(0) * matrix.element_size() % 16 == 0
+    # Tiles are addressed in 32 bits.
+    small = max(matrix.shape) < 2**31
+    return small and _aligned(matrix) and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
 def _has_contiguous_rows(matrix: Tensor) -> bool:
@@ -148,7 +150,11 @@ def _has_contiguous_rows(matrix: Tensor) -> bool:
 
 
 def _with_contiguous_rows(matrix: Tensor) -> Tensor:
-    return matrix if _has_contiguous_rows(matrix) else matrix.contiguous()
+    if _has_contiguous_rows(matrix):
+        return matrix
+    matrix = matrix.contiguous()
+    # A dimension of size 1 may keep any stride, 0 say, where nothing had to be copied.
+    return matrix if _has_contiguous_rows(matrix) else matrix.view(-1).view(matrix.shape)
 
 
 def _stored(weight: Tensor) -> tuple[Tensor, bool]:

@@ -25,6 +25,8 @@ class Strips(NamedTuple):
 
 # Long strips for less partial sums; where those would leave most of a GPU idle, blocks that are read at once.
 LONG, SHORT = Strips(128, 16, 256), Strips(64, 64, 32)
+# Rows of one launch, a multiple of a strip's: the kernel numbers them in 32 bits.
+MOST_ROWS = 2**30
 
 
 @triton.jit
@@ -80,11 +82,21 @@ def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) 
     strips = LONG if num_long >= 512 else SHORT
     num_m, num_n = triton.cdiv(M, strips.rows), triton.cdiv(N, strips.block_n)
     partial = preact.new_empty((num_m, N), dtype=torch.float32) if need_dbias else preact
-    prepared.launch(
-        _dgelu_dbias_kernel, (dy, preact, dpreact, partial), num_m * num_n, (*dy.stride(), M, N),
-        (approximate, need_dbias, *strips), num_warps=4,
-    )  # fmt: skip
+    constants = (approximate, need_dbias, *strips)
+    if M <= MOST_ROWS:
+        _launch_strips((dy, preact, dpreact, partial), num_m * num_n, constants)
+    else:
+        for first in range(0, M, MOST_ROWS):
+            dy_part, preact_part, dpreact_part = (t[first : first + MOST_ROWS] for t in (dy, preact, dpreact))
+            num_m = triton.cdiv(preact_part.shape[0], strips.rows)
+            partial_part = partial[first // strips.rows :]
+            _launch_strips((dy_part, preact_part, dpreact_part, partial_part), num_m * num_n, constants)
     return dpreact, column_sum(partial, preact.dtype) if need_dbias else preact.new_empty(0)
+
+
+def _launch_strips(tensors: tuple[Tensor, ...], programs: int, constants: tuple) -> None:
+    dy, preact, *_ = tensors
+    prepared.launch(_dgelu_dbias_kernel, tensors, programs, (*dy.stride(), *preact.shape), constants, num_warps=4)
 
 
 def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:

@@ -215,10 +215,14 @@ def _launch(kernel, tensors: tuple[Tensor, ...], config: TeamConfig) -> None:
 
 
 def max_parts(x: Tensor) -> int:
-    """Programs that a team can have: all of them must be on the GPU at once. The interpreter runs one at a time."""
+    """Programs that a team can have: all of them must be on the GPU at once. The interpreter runs one at a time.
+
+    A quarter of the multiprocessors: on several streams, teams that each wait for their last members must not keep one
+    another's from starting.
+    """
     if _INTERPRETER or not x.is_cuda:
         return 1
-    return min(MAX_PARTS, num_sms(x.device))
+    return max(1, min(MAX_PARTS, num_sms(x.device) // 4))
 
 
 def spread(config: TeamConfig, x: Tensor) -> TeamConfig:

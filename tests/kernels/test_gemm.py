@@ -143,6 +143,21 @@ def test_any_strides_of_the_operands():
     )
 
 
+def test_strides_of_dimensions_of_size_one_are_made_ordinary():
+    """They may be anything, 0 too, in a matrix that counts as contiguous."""
+    row, column = torch.ones(1, 16).expand(4, 16)[:1], torch.ones(16, 4)[:, :1].contiguous().as_strided((16, 1), (1, 5))
+    assert (row.stride(), column.stride()) == ((0, 1), (1, 5))
+    assert linear_gelu._with_contiguous_rows(row).stride() == (16, 1)
+    assert linear_gelu._with_contiguous_rows(column).stride() == (1, 1)
+    assert linear_gelu._stored(row)[0].stride() == (16, 1)
+
+
+def test_more_rows_than_a_descriptor_counts_go_by_pointers():
+    row = torch.empty(1, 16)
+    assert linear_gelu._fits_tma(row.expand(2**31 - 1, 16))
+    assert not linear_gelu._fits_tma(row.expand(2**31, 16))
+
+
 @in_interpreter
 def test_sizes_of_zero():
     bias = normal(8)

@@ -43,6 +43,17 @@ def test_dpreact_and_dbias(dtype, approximate, strips, poisoned, monkeypatch):
         assert nothing.numel() == 0
 
 
+@pytest.mark.parametrize("strips", [reduce.SHORT, reduce.LONG], ids=str)
+def test_more_rows_than_one_launch_takes(strips, poisoned, monkeypatch):
+    """In several launches, whose sums are added in the same order."""
+    monkeypatch.setattr(reduce, "SHORT", strips)
+    dy, preact = normal(600, 5).t().contiguous().t(), normal(600, 5)
+    whole = dgelu_dbias(dy, preact, "none", True)
+    monkeypatch.setattr(reduce, "MOST_ROWS", 256)
+    assert all(map(torch.equal, dgelu_dbias(dy, preact, "none", True), whole))
+    assert torch.equal(dgelu_dbias(dy, preact, "none", False)[0], whole[0])
+
+
 def test_gradients_of_any_strides():
     preact = normal(20, 24)
     dense = normal(20, 48)

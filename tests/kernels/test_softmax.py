@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,6 +229,14 @@ def words(high, low):
 def unpacked(area):
     """The values of a team's words, without the number of tasks in front."""
     return torch.stack([(area[1:] >> 32).int().view(torch.float32), area[1:].int().view(torch.float32)])
+
+
+def test_teams_leave_room_for_those_of_other_streams(monkeypatch):
+    """One that waits for its last member holds at most a quarter of a GPU."""
+    monkeypatch.setattr(softmax_team, "_INTERPRETER", False)
+    for multiprocessors, parts in ((132, MAX_PARTS), (108, 27), (20, 5), (2, 1)):
+        monkeypatch.setattr(softmax_team, "num_sms", lambda device, count=multiprocessors: count)
+        assert softmax_team.max_parts(SimpleNamespace(is_cuda=True, device=None)) == parts
 
 
 @pytest.mark.skipif(ON_GPU, reason="there, teams wait for one another: test_teams")
