@@ -42,6 +42,8 @@ def unavailable() -> str | None:
         return interpreter.fault()
     if not torch.cuda.is_available():
         return f"there is no CUDA GPU; {_REMEDY}"
+    if torch.version.hip is not None:
+        return f"the GPU is not NVIDIA's, and the kernels are written for those; {_REMEDY}"
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         return f"the GPU has compute capability {major}.{minor} and the kernels need 8.0 (A100) or newer; {_REMEDY}"

@@ -57,6 +57,22 @@ def test_a_sixth_implementation_is_one_file(monkeypatch, tmp_path):
         sys.modules.pop("fusedmlp.impls.sixth", None)
 
 
+@pytest.mark.skipif(INTERPRETER, reason="asks about the GPU")
+def test_gpus_that_triton_s_kernels_do_not_run_on(monkeypatch):
+    triton = pytest.importorskip("fusedmlp.impls.triton", exc_type=ImportError)
+    remedy = "use impl=native"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "compute capability 7.5" in triton.unavailable()
+    assert remedy in triton.unavailable()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    assert triton.unavailable() is None
+    # An MI300 says 9.4.
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "not NVIDIA's" in triton.unavailable()
+    assert remedy in triton.unavailable()
+
+
 @pytest.mark.skipif(not INTERPRETER, reason="asks Triton's interpreter: TRITON_INTERPRET=1")
 def test_an_interpreter_that_fails_is_named(monkeypatch):
     """As with NumPy 2.4 and Triton 3.6: a loop whose bound is known at run time raises."""
