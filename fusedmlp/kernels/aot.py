@@ -21,7 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 # Shared memory one thread block can have, in bytes (CUDA C++ Programming Guide, "Technical Specifications").
-SHARED_BYTES_PER_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_BYTES_PER_BLOCK = {
+    80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 103: 227 * 1024, 120: 99 * 1024,
+}  # fmt: skip
 
 _PTX_ACCESS = re.compile(r"\b(ld|st)(?:\.volatile|\.relaxed|\.acquire|\.release|\.gpu)*\.global((?:\.[\w:]+)*)")
 _TENSOR_CORE = {

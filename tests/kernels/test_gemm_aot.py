@@ -82,6 +82,17 @@ def test_plain_kernel(sm, precision, backward):
             assert set(report.stores) - {4} == {16}, f"{config}: stores of {dict(report.stores)} bytes"
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_tf32_through_tma_in_99_kb(backward):
+    """The most shared memory that any kernel asks for, on cards that have TMA and little of it."""
+    limit = SHARED_BYTES_PER_BLOCK[120]
+    fitting = [c for c in plain_configs("tf32", 120, backward) if c.shared_bytes(4, True, backward) <= limit]
+    report = plain_kernel(fitting[0], 120, backward, "tf32", "none")
+    assert report.shared_bytes <= fitting[0].shared_bytes(4, True, backward)
+    assert report.tensor_core["mma"] > 0
+    assert "cp.async.bulk.tensor" in report.ptx
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("config", configs._BACKWARD["one wave, sm_90"], ids=str)
 def test_the_preact_is_read_before_the_products(config, approximate):
