@@ -11,7 +11,8 @@ ready counts only while the gradient that arrives is that very tensor, not writt
 is another one, and the layer before computes for itself.
 
 Nothing is linked where that could show: under `torch.compile`, with hooks on saved tensors (checkpointing, offloading)
-or on act, with `create_graph`, and where the layer before has no part in the backward pass.
+or on act, with `create_graph`, and where the layer before has no part in the backward pass. What cannot be seen is a
+hook on a node (`grad_fn.register_hook`) that writes to the gradient through `.data`: change it in place, or return it.
 """
 
 import os
