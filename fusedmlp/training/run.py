@@ -197,7 +197,7 @@ class Run:
         )
         # The FLOPs are counted for it, and so is MFU.
         seq_len, context = self.config["data"].get("seq_len"), section.get("context", None)
-        require("data.seq_len", seq_len, context is None or seq_len == context, f"model.context={context}")
+        require("data.seq_len", seq_len, None in (seq_len, context) or seq_len == context, f"model.context={context}")
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         require("model", section.get("target", section["_target_"]), count > 0, "a network with parameters to train")
         count = sum(parameter.numel() for parameter in model.parameters())
