@@ -92,7 +92,8 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     # the same graph (retain_graph=True) is refused.
     from torch._inductor.compile_fx import compile_fx
 
-    with torch._functorch.config.patch(donated_buffer=False):
+    # What AOTAutograd's cache keeps of an earlier compilation says again that some are donated; Inductor's has the code.
+    with torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False):
         compiled = compile_fx(graph, inputs)
     # None counts as "some are donated" when a backward pass that keeps the graph follows one that did not.
     context = torch._guards.TracingContext.try_get()

@@ -80,6 +80,22 @@ def test_a_graph_can_be_kept_after_one_that_was_not(impl, device):
         assert torch.equal(kept, expected), case.op
 
 
+def test_a_graph_can_be_kept_where_the_compiler_has_been_here_before(impl, device):
+    """What a cache on disk keeps of an earlier compilation must not say otherwise."""
+    if impls.resolved(impl) != "compiled":
+        pytest.skip("compiles nothing that is kept by size")
+    for again in (False, True):
+        impls.load("compiled").forget()
+        torch._dynamo.reset()
+        # The second size compiles a graph for any.
+        for size in (3, 8, 9):
+            x = torch.randn(4, size, device=device, requires_grad=True)
+            loss = functional.gelu(x, impl=impl).sum()
+            loss.backward(retain_graph=again)
+            if again:
+                loss.backward()
+
+
 def test_results_can_be_written_in_place(impl, device):
     """As `y += residual` and `nn.ReLU(inplace=True)` do."""
     if impls.resolved(impl) == "compiled":
