@@ -48,7 +48,11 @@ def replace_modules(model: nn.Module, impl: str = "auto", verify: bool = False, 
         raise ValueError("verify=True compares on a batch: give batch=, a tensor, tuple of arguments or dictionary")
     before = Snapshot.of(model, batch) if verify else None
     report = Replacement(impl)
-    Walk(model, report).run()
+    try:
+        Walk(model, report).run()
+    except BaseException:
+        report.restore()
+        raise
     if before is not None:
         report.difference = before.difference(model, batch)
         report.verified = report.difference is None

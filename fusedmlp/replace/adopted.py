@@ -6,10 +6,12 @@ reference to the module, an optimizer or a parent, see the same object as before
 
 import copyreg
 import functools
+import inspect
+from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -100,13 +102,15 @@ class _Adopted:
     def approximate(self) -> str:
         return self._fused.approximate
 
-    def _mlp(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        (x,) = (*args, *kwargs.values())
+    def _mlp(self, x: Tensor) -> Tensor:
         span = self._fused
         # A sequential may have got longer or shorter since.
         chain = tuple(self._modules) if isinstance(self, nn.Sequential) else span.chain
         children = [getattr(self, name) for name in chain]
         if chain != span.chain or not _is(children[span.first + 1], span.found[span.first + 1]):
+            return _through(children, x)
+        act = children[span.first + 1]
+        if type(act) is nn.GELU and act.approximate != span.approximate:
             return _through(children, x)
         x = _through(children[: span.first], x)
         x = self._span(children[span.first : span.second + 1], span, x)
@@ -130,12 +134,15 @@ class _Adopted:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For pickle and deepcopy, which look a class up by its name: this one is made anew."""
-        return _rebuild, self._replaced, vars(self)
+        # Classes may say what of them cannot be copied; before Python 3.11 the others say nothing.
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        return _rebuild, self._replaced, state
 
 
 def _is(child: Any, found: Any) -> bool:
     """Whether a child is still no more than what was found."""
-    return is_bare(child, found) if isinstance(found, type) else child is found
+    # A method is another object each time it is asked for, but an equal one.
+    return is_bare(child, found) if isinstance(found, type) else child == found
 
 
 def _idle(between: nn.Module) -> bool:
@@ -155,6 +162,26 @@ def _weight(layer: Any, transposed: bool) -> Tensor:
     return layer.weight.t() if transposed else layer.weight
 
 
+# Classes whose `__init_subclass__` does nothing to the subclass.
+_QUIET = (object, Generic, Protocol)
+_OUR_NAMES = ("impl", "approximate", "_fused", "_replaced", "_mlp", "_span")
+
+
+def can_change_class(module: nn.Module) -> bool:
+    """Whether a subclass of a module's class can be made without anybody noticing, and the module become one."""
+    cls = type(module)
+    if hasattr(cls, "__slots__") or hasattr(module, "parametrizations"):
+        return False
+    # Some register what is made of them.
+    told_of_subclasses = any("__init_subclass__" in vars(base) for base in cls.__mro__ if base not in _QUIET)
+    return not told_of_subclasses and type(cls) in (type, ABCMeta) and own_name(module) is None
+
+
+def own_name(module: nn.Module) -> str | None:
+    """An attribute of a module that would have another meaning once the module is one of ours."""
+    return next((name for name in _OUR_NAMES if hasattr(module, name)), None)
+
+
 OURS = (FusedMLP, FusedLinearGeLU, TritonSoftmax, _Adopted)
 
 
@@ -165,10 +192,19 @@ def mlp_class(cls: type, method: str) -> type:
     bases = (_Adopted, FusedMLP, cls) if whole else (_Adopted, cls)
     name = "FusedMLP" if whole else f"Fused{cls.__name__}"
 
+    _, parameter = inspect.signature(getattr(cls, method)).parameters
+
     # With the signature of what it stands for: some models count the parameters of their methods.
     @functools.wraps(getattr(cls, method))
     def run(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        return self._mlp(*args, **kwargs)
+        if len(args) == 1 and not kwargs:
+            return self._mlp(args[0])
+        if args or list(kwargs) != [parameter]:
+            got = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
+            raise TypeError(
+                f"{cls.__name__}.{method}({parameter}) takes that one argument, and was called with ({got})"
+            )
+        return self._mlp(kwargs[parameter])
 
     body: dict[str, Any] = {method: run, "__doc__": cls.__doc__, "__module__": __name__}
     if issubclass(cls, nn.Sequential):

@@ -22,6 +22,8 @@ from types import FunctionType
 
 from torch import nn
 
+from fusedmlp.replace.reach import Part, Reach
+
 # Attributes of a linear layer that may be read beside calling it.
 _HARMLESS = {"weight", "bias", "in_features", "out_features", "nx", "nf"}
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
@@ -37,8 +39,8 @@ class Flow:
         functions: (first, callee): the result of `first` goes into a function whose name ends in gelu.
         calls: name -> how often self.<name>(...) is written.
         mentions: name -> how often self.<name> is read, other than for an attribute such as weight.
-        outside: names that are called as <something of self>.<name>(...), on children of children.
-        indexed: names of which parts are taken, self.<name>[...].
+        outside: names that are called on children and parts of them, <something of self>.<name>(...).
+        opened: children, or modules some levels below them, of which parts are called by themselves.
         unreadable: why there is nothing to read; None if there is.
     """
 
@@ -48,7 +50,7 @@ class Flow:
     calls: Counter[str] = field(default_factory=Counter)
     mentions: Counter[str] = field(default_factory=Counter)
     outside: set[str] = field(default_factory=set)
-    indexed: set[str] = field(default_factory=set)
+    opened: set[Part] = field(default_factory=set)
     unreadable: str | None = None
 
     def only_called_once(self, name: str) -> bool:
@@ -72,7 +74,7 @@ def of_class(cls: type) -> Flow:
         except (OSError, TypeError, SyntaxError, IndexError):
             flow.unreadable = f"the source of {cls.__name__}.{name} cannot be read"
             continue
-        if isinstance(tree, ast.FunctionDef) and tree.args.args:
+        if isinstance(tree, ast.FunctionDef) and _positional(tree):
             # A decorator (torch.no_grad, an autocast) is more than its function, which alone would be replaced.
             _read(flow, name, tree, is_resolved=getattr(cls, name) is function)
     return flow
@@ -90,8 +92,11 @@ def _methods(cls: type) -> list[tuple[str, FunctionType]]:
 
 
 def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> None:
-    me = tree.args.args[0].arg
+    me = _positional(tree)[0].arg
     _count(flow, tree, me)
+    reach = Reach(tree, me)
+    flow.outside |= reach.names
+    flow.opened |= reach.opened
     chain = _chain(tree, me)
     if chain is not None and is_resolved:
         flow.chains[name] = chain
@@ -140,9 +145,9 @@ def _follow(flow: Flow, tree: ast.FunctionDef, me: str, statement: ast.stmt, res
 def _chain(tree: ast.FunctionDef, me: str) -> list[str] | None:
     """The children that the method hands its one argument through, if it does nothing else."""
     parameters = tree.args
-    if len(parameters.args) != 2 or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
+    if len(_positional(tree)) != 2 or parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
         return None
-    current, names = parameters.args[1].arg, []
+    current, names = _positional(tree)[1].arg, []
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     for statement in body:
         passed = _passed_through(getattr(statement, "value", None), me, current)
@@ -177,16 +182,16 @@ def _count(flow: Flow, tree: ast.FunctionDef, me: str) -> None:
             name = _child(node.func, me)
             if name is not None:
                 flow.calls[name] += 1
-            elif isinstance(node.func, ast.Attribute) and _starts_at(node.func, me):
-                flow.outside.add(node.func.attr)
-        elif isinstance(node, ast.Subscript) and (name := _child(node.value, me)) is not None:
-            flow.indexed.add(name)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             if (name := _child(node, me)) is not None:
                 flow.mentions[name] += 1
             elif node.attr in _HARMLESS and (name := _child(node.value, me)) is not None:
                 harmless[name] += 1
     flow.mentions.subtract(harmless)
+
+
+def _positional(tree: ast.FunctionDef) -> list[ast.arg]:
+    return [*tree.args.posonlyargs, *tree.args.args]
 
 
 def _child(node: ast.AST | None, me: str) -> str | None:
@@ -198,12 +203,6 @@ def _child(node: ast.AST | None, me: str) -> str | None:
 
 def _called(node: ast.AST | None) -> ast.expr | None:
     return node.func if isinstance(node, ast.Call) else None
-
-
-def _starts_at(node: ast.AST, me: str) -> bool:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return isinstance(node, ast.Name) and node.id == me
 
 
 def _target(statement: ast.stmt) -> str | None:

@@ -1,8 +1,10 @@
 """What a layer is, by what it computes and owns, whatever its class is called."""
 
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -76,35 +78,83 @@ def _layout(module: nn.Module, weight: Tensor, bias: Tensor | None) -> bool | No
         return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
     for transposed, out in ((True, weight.shape[1]), (False, weight.shape[0])):
-        stand_in, vector, x = normal(*((3, out) if transposed else (out, 3))), normal(out), normal(2, 3)
-        parameters = {"weight": stand_in} | ({} if bias is None else {"bias": vector})
-        expected = F.linear(x, stand_in.t() if transposed else stand_in, None if bias is None else vector)
-        try:
-            with torch.no_grad():
-                got = torch.func.functional_call(module, parameters, (x,))
-            if got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-12, atol=1e-12):
-                return transposed
-        except Exception:  # of another layer; whatever it raises, it is not this one
-            continue
+        tensors = [
+            normal(2, 3),
+            normal(*((3, out) if transposed else (out, 3))),
+            *([] if bias is None else [normal(out)]),
+        ]
+
+        def expected(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = transposed) -> Tensor:
+            return F.linear(x, weight.t() if transposed else weight, bias)
+
+        def call(twin: nn.Module, x: Tensor, *parameters: Tensor) -> Any:
+            named = dict(zip(("weight", "bias"), parameters, strict=False))
+            return torch.func.functional_call(twin, named, (x,))
+
+        if _computes(call, module, expected, tensors, 1e-12):
+            return transposed
     return None
 
 
 def gelu(act: Any) -> str | None:
     """The `approximate` of a GELU, a module or a function, found by its values; None for anything else."""
-    if type(act) is nn.GELU and not act._forward_hooks and not act._forward_pre_hooks:
+    if type(act) is nn.GELU and hooked(act) is None:
         return act.approximate
     if not callable(act) or (isinstance(act, nn.Module) and not plain(act)):
         return None
+    # Other methods may do more than compute, and are called with nothing but a value to find out.
+    if isinstance(act, MethodType) and "gelu" not in act.__name__.lower():
+        return None
     line = torch.linspace(-8, 8, 201, dtype=torch.float64, device="cpu")
     points = torch.cat([line, line.new_tensor([-1e4, -50.0, 50.0, 1e4])]).view(5, -1)
-    got = _computed(act, points)
-    if got is None:
-        return None
     for approximate in ("none", "tanh"):
         # Constants written out to some digits differ by far less than the two forms do (5e-4).
-        if torch.allclose(got, F.gelu(points, approximate=approximate), rtol=1e-7, atol=1e-7):
+        if _computes(_call, act, functools.partial(F.gelu, approximate=approximate), [points], 1e-7):
             return approximate
     return None
+
+
+def _call(act: Callable[[Tensor], Any], x: Tensor) -> Any:
+    return act(x)
+
+
+def _computes(
+    call: Callable[..., Any], thing: Any, expected: Callable[..., Tensor], tensors: list[Tensor], tolerance: float
+) -> bool:
+    """Whether `call(thing, *tensors)` gives the values and the gradients of `expected`, in training and in eval."""
+    for training in (True, False) if isinstance(thing, nn.Module) else (True,):
+        try:
+            got = _with_gradients(functools.partial(call, _twin(thing, training)), tensors)
+        except Exception:  # it does not take such a tensor, or cannot be copied: it is something else
+            return False
+        for mine, right in zip(got, _with_gradients(expected, tensors), strict=True):
+            if mine.shape != right.shape or mine.dtype != right.dtype:
+                return False
+            if not torch.allclose(mine, right, rtol=tolerance, atol=tolerance):
+                return False
+    return True
+
+
+def _twin(thing: Any, training: bool) -> Any:
+    """A module's shallow copy in training or in eval: calling it changes no attribute of the module."""
+    if not isinstance(thing, nn.Module):
+        return thing
+    twin = copy.copy(thing)
+    twin.training = training
+    return twin
+
+
+def _with_gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Its result and the gradients of its arguments, on the CPU, whatever mode the caller is in."""
+    with (
+        torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):  # fmt: skip
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        # Not the leaves themselves, which cannot be written in place.
+        y = function(*(t.clone() for t in leaves))
+        incoming = torch.linspace(0.5, 1.5, y.numel(), dtype=torch.float64, device="cpu").view(y.shape)
+        return [y.detach(), *torch.autograd.grad(y, leaves, incoming)]
 
 
 def is_activation(act: Any) -> bool:
@@ -114,22 +164,17 @@ def is_activation(act: Any) -> bool:
     if isinstance(act, nn.modules.dropout._DropoutNd | nn.Softmax | TritonSoftmax):
         return False
     points = torch.linspace(-3, 3, 12, dtype=torch.float64, device="cpu").view(3, 4)
-    got = _computed(act, points)
-    return got is not None and got.shape == points.shape and not torch.equal(got, points)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+            got = copy.copy(act)(points.clone())
+    except Exception:  # it does not take such a tensor
+        return False
+    return isinstance(got, Tensor) and got.shape == points.shape and not torch.equal(got.to(points), points)
 
 
 def plain(module: nn.Module) -> bool:
     """Without parameters, buffers, children and hooks."""
     return not (module._parameters or module._buffers or module._modules or hooked(module))
-
-
-def _computed(act: Callable[[Tensor], Any], points: Tensor) -> Tensor | None:
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
-            got = act(points.clone())
-    except Exception:  # it does not take such a tensor, so it is no GELU
-        return None
-    return got if isinstance(got, Tensor) and got.shape == points.shape and got.dtype == points.dtype else None
 
 
 def hooked(module: nn.Module) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fusedmlp import impls
-from fusedmlp.replace import adopted, flow, layers
+from fusedmlp.replace import adopted, flow, layers, reach
 from fusedmlp.replace.adopted import OURS, Span
 from fusedmlp.replace.flow import Flow
 from fusedmlp.replace.layers import LinearLayer
@@ -23,6 +23,12 @@ class Walk:
         self.modules = dict(model.named_modules())
         self.uses = Counter(id(child) for module in self.modules.values() for child in module._modules.values())
         self.flows = {name: self._flow(module) for name, module in self.modules.items()}
+        # Modules whose parts a class, of this name, takes by itself.
+        self.opened = {
+            id(part): type(self.modules[name]).__name__
+            for name, found in self.flows.items()
+            for part in reach.opened_in(self.modules[name], found.opened)
+        }
         self.handled: set[int] = set()  # activations that the report speaks of
 
     @staticmethod
@@ -30,6 +36,8 @@ class Walk:
         known = isinstance(module, nn.Sequential | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
         if isinstance(module, (*OURS, torch.jit.ScriptModule)):
             return Flow()
+        if isinstance(module, torch.fx.GraphModule):
+            return Flow(unreadable="a torch.fx.GraphModule runs a graph; replace first, trace then")
         if "forward" in vars(module):
             return Flow(unreadable=f"the forward of this {type(module).__name__} is replaced on the instance")
         if type(module).__module__.startswith("torch.") and not known:
@@ -75,7 +83,7 @@ class Walk:
         weights = children[first].weight, children[second].weight  # type: ignore[union-attr]
         if weights[0].dtype != weights[1].dtype or weights[0].device != weights[1].device:
             return
-        if not self._can_change_class(module):
+        if not adopted.can_change_class(module):
             return
         approximate = layers.gelu(children[first + 1])
         assert approximate is not None
@@ -98,10 +106,6 @@ class Walk:
             and layer.weight.dtype in self.dtypes
             and layers.gelu(act) is not None
         )
-
-    @staticmethod
-    def _can_change_class(module: nn.Module) -> bool:
-        return not hasattr(type(module), "__slots__") and not hasattr(module, "parametrizations")
 
     def _pairs(self, name: str, module: nn.Module) -> None:
         """Replaces linear layers whose results go into a GELU and nowhere else."""
@@ -159,6 +163,8 @@ class Walk:
             assert isinstance(layer, nn.Module)
             if self.uses[id(layer)] != 1:
                 return f"{first} is used in {self.uses[id(layer)]} places"
+            if (taken := adopted.own_name(layer)) is not None:
+                return f"{_kind(layer)} has an attribute {taken} of its own"
             if layer.weight.dtype not in self.dtypes:
                 return f"impl={self.impl} does not compute in {layer.weight.dtype}"
             if (user := self._taken_from_outside(name, first, act)) is not None:
@@ -166,14 +172,11 @@ class Walk:
         return None
 
     def _taken_from_outside(self, name: str, first: str, act: str) -> str | None:
-        """A class that reaches into the module at `name`: by an index, or by the name of one of the two children."""
-        parent, _, attribute = name.rpartition(".")
-        if name and attribute in self.flows[parent].indexed:
-            return type(self.modules[parent]).__name__
+        """A class that reaches into the module at `name`: by an index, in a loop, or by the name of a child."""
         for other, found in self.flows.items():
             if {first, act} & found.outside:
                 return type(self.modules[other]).__name__
-        return None
+        return self.opened.get(id(self.modules[name]))
 
     def _linear_gelu(self, name: str, module: nn.Module, first: str, approximate: str) -> None:
         layer = getattr(module, first)
@@ -189,17 +192,25 @@ class Walk:
     def _silence(self, name: str, module: nn.Module, act_name: str) -> None:
         """Puts an identity in the place of an activation, which is done before it."""
         act = getattr(module, act_name)
-        is_module = act_name in module._modules
+        is_module, is_own = act_name in module._modules, act_name in vars(module)
         silent = nn.Identity().train(module.training) if is_module else _identity
         setattr(module, act_name, silent)
+
+        def obstacle() -> str | None:
+            now = getattr(module, act_name, None)
+            path = f"{name}.{act_name}" if name else act_name
+            return None if now is silent else f"{path} has become a {_kind(now)} since"
 
         def undo() -> None:
             if isinstance(act, nn.Module):
                 act.train(module.training)
             if not is_module:
                 delattr(module, act_name)
-            setattr(module, act_name, act)
+            # A method, or a function of the class, is found there again.
+            if is_module or is_own:
+                setattr(module, act_name, act)
 
+        self.report._obstacles.append(obstacle)
         self.report._undo.append(undo)
 
     def _what_else(self) -> None:
