@@ -2,8 +2,21 @@
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fusedmlp import functional, impls
+
+# What PyTorch traces with stands for plain tensors.
+_PLAIN = (nn.Parameter, Tensor, FakeTensor, FunctionalTensor)
+
+
+def _refuse_script(module: nn.Module) -> nn.Module:
+    """What torch.jit.script asks a module for."""
+    raise RuntimeError(
+        f"torch.jit.script cannot read {type(module).__name__}; use torch.compile, torch.export, or torch.jit.trace"
+        " with impl='native'"
+    )
 
 
 class FusedLinearGeLU(nn.Module):
@@ -43,6 +56,8 @@ class FusedLinearGeLU(nn.Module):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+
+    __prepare_scriptable__ = _refuse_script
 
     def reset_parameters(self) -> None:
         nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
@@ -101,6 +116,8 @@ class FusedMLP(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
 
+    __prepare_scriptable__ = _refuse_script
+
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
         if not (is_bare(fc1, nn.Linear) and is_bare(fc2, nn.Linear)):
@@ -114,13 +131,16 @@ class FusedMLP(nn.Module):
 def is_bare(layer: nn.Module, kind: type) -> bool:
     """Whether a layer is still no more than a `kind`, so that an op may take its parameters instead of calling it."""
     own = layer.__dict__
-    return type(layer) is kind and not (
+    if type(layer) is not kind or (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own
-    )
+    ):
+        return False
+    # Weights quantised in place are of a class of their own, which PyTorch's operators know and our kernels do not.
+    return all(parameter is None or type(parameter) in _PLAIN for parameter in own["_parameters"].values())
 
 
 class TritonSoftmax(nn.Module):
@@ -137,6 +157,8 @@ class TritonSoftmax(nn.Module):
         super().__init__()
         impls.load(impl)
         self.dim, self.impl = dim, impl
+
+    __prepare_scriptable__ = _refuse_script
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.softmax(x, self.dim, impl=self.impl)

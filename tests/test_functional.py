@@ -104,3 +104,24 @@ def test_autocast_leaves_float64_alone():
 
 def test_the_default_is_erf():
     torch.testing.assert_close(fn.gelu(x), torch.nn.functional.gelu(x))
+
+
+def test_the_imaginary_part_of_a_conjugate(impl, device):
+    """A view whose memory holds the values with the other sign."""
+    values = torch.randn(4, 8, device=device)
+    view = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert view.is_neg()
+    torch.testing.assert_close(fn.gelu(view, impl=impl), torch.nn.functional.gelu(values))
+
+
+def test_transforms_are_right_or_refused_in_words(impl, device):
+    if impl == "compiled":
+        pytest.skip("PyTorch says itself that a compiled function cannot be transformed")
+    on_device, weight = x.to(device), w.to(device)
+    derivative = torch.func.grad(lambda t: fn.linear_gelu(t, weight, impl=impl).sum())
+    if impl in ("triton", "cuda"):
+        with raises(RuntimeError, "torch.func", "impl='native'"):
+            derivative(on_device)
+        return
+    expected = torch.func.grad(lambda t: torch.nn.functional.gelu(t @ weight.T).sum())
+    torch.testing.assert_close(derivative(on_device), expected(on_device))

@@ -5,9 +5,10 @@ import torch
 from conftest import raises
 from replace.models import Adapter
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 
-from fusedmlp import FusedLinearGeLU, FusedMLP, TritonSoftmax, impl_names
+from fusedmlp import FusedLinearGeLU, FusedMLP, TritonSoftmax, impl_names, modules
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -140,3 +141,38 @@ def test_what_became_of_the_layers_since_counts(change):
         y = mlp(x)
         torch.testing.assert_close(y, mlp.fc2(nn.functional.gelu(mlp.fc1(x))))
         y.sum().backward()
+
+
+class Quantised(torch.Tensor):
+    """As torchao's: PyTorch's operators compute with what it stands for."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not nn.functional.linear:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        plain = [2 * a.as_subclass(torch.Tensor) if isinstance(a, cls) else a for a in args]
+        return function(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+def test_weights_quantised_in_place_are_left_to_their_layer(name):
+    mlp, x = FusedMLP(8, impl="manual").requires_grad_(False), torch.randn(3, 8)
+    layer = getattr(mlp, name)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantised), requires_grad=False)
+    torch.testing.assert_close(mlp(x), mlp.fc2(nn.functional.gelu(mlp.fc1(x))))
+
+
+def test_a_fake_model_goes_through_the_op(monkeypatch):
+    """As in torch.export and estimates of memory, where parameters are stand-ins."""
+    called = []
+    monkeypatch.setattr(modules.functional, "mlp", lambda x, *_, **__: called.append(type(x)) or x)
+    with FakeTensorMode():
+        FusedMLP(8, impl="manual")(torch.randn(3, 8))
+    assert called == [FakeTensor]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+def test_torch_jit_script_is_refused_in_words():
+    for module in (FusedMLP(8), FusedLinearGeLU(8, 8), TritonSoftmax(impl="native")):
+        with raises(RuntimeError, "torch.jit.script", type(module).__name__, "torch.jit.trace"):
+            torch.jit.script(nn.Sequential(module))

@@ -17,9 +17,22 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     `ctx.needs_input_grad` does not know about no_grad, so the question is asked before `.apply`.
     """
     if forward_ad._current_level >= 0:
+        if not torch.compiler.is_compiling():
+            _refuse_transforms()
         # An operator would drop the tangent without a word; an autograd function without a `jvp` refuses it.
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if needed and not torch.compiler.is_compiling():
+        _refuse_transforms()
+    return needed
+
+
+def _refuse_transforms() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "hand-written kernels (impl='triton', impl='cuda') have no derivatives under torch.func's transforms (grad,"
+            " vjp, jvp, vmap, ...); use impl='native', impl='manual' or impl='auto' there"
+        )
 
 
 def reshaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -65,6 +65,8 @@ def _run(op: Callable[..., Tensor], *args: Any) -> Tensor:
     if torch.compiler.is_compiling():
         # An outer torch.compile traces straight through: one graph, fused with what surrounds it.
         return op(*args)
+    # Compiled code reads the memory of a negative view (the imaginary part of a conjugate) as it is.
+    args = tuple(arg.resolve_neg() if isinstance(arg, Tensor) and arg.is_neg() else arg for arg in args)
     key = (op, torch.is_grad_enabled(), *map(_kind, args))
     try:
         return (_copies.get(key) or _compile(key))(*args)
