@@ -94,7 +94,7 @@ def _inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     # the same graph (retain_graph=True) is refused.
     from torch._inductor.compile_fx import compile_fx
 
-    # What AOTAutograd's cache keeps of an earlier compilation says again that some are donated; Inductor's has the code.
+    # AOTAutograd's cache would say again that some are donated; Inductor's has the code all the same.
     with torch._functorch.config.patch(donated_buffer=False, enable_autograd_cache=False):
         compiled = compile_fx(graph, inputs)
     # None counts as "some are donated" when a backward pass that keeps the graph follows one that did not.
