@@ -19,28 +19,28 @@ FILE = Path(__file__).with_name("calibration.json")
 
 def load(path: Path = FILE) -> list[Entry]:
     """Entries from a calibration file, or from a record of `scripts/bench.py`. Raises: UserError."""
-    content, entries = _read(path)
-    return calibrate([content]) if entries is None else entries
+    found = _read(path)
+    return found if isinstance(found, list) else calibrate([found])
 
 
 def from_records(paths: Sequence[Path]) -> list[Entry]:
     """Entries from records of `scripts/bench.py`, of one kind of card. Raises: UserError."""
-    runs = []
+    runs: list[Run] = []
     for path in paths:
-        run, entries = _read(path)
-        if entries is not None:
+        found = _read(path)
+        if isinstance(found, list):
             raise UserError(f"{path} is a calibration; expected records of scripts/bench.py")
-        runs.append(run)
+        runs.append(found)
     return calibrate(runs)
 
 
-def _read(path: Path) -> tuple[Run, list[Entry] | None]:
-    """What a record measured; of a calibration file its entries."""
+def _read(path: Path) -> list[Entry] | Run:
+    """The entries of a calibration file, or what a record measured."""
     try:
         content = json.loads(path.read_text())
         if "entries" in content:
-            return ([], 0.0), [Entry(*entry) for entry in content["entries"]]
-        return _measured(content), None
+            return [Entry(*entry) for entry in content["entries"]]
+        return _measured(content)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -55,7 +55,7 @@ def _measured(content: dict[str, Any]) -> Run:
         raise ValueError("the record has no measured copy bandwidth; let bench.py measure the table copy too, on a GPU")
     rows = [row for table in content["tables"].values() for row in table if "share_of_limit" in row]
     run = rows, float(content["limits"]["copy_gb_per_s"])
-    calibrate([run])  # A row that lacks something is named with its file.
+    calibrate([run])  # here, where a row that lacks something is known to be of this file
     return run
 
 

@@ -100,6 +100,14 @@ def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
     return ending
 
 
+def _refuse_sweep_options(overrides: list[str]) -> None:
+    """Raises: UserError for options of a sweep, which would do nothing here. The launcher keeps them from its jobs."""
+    for word in overrides:
+        name, _, value = word.lstrip("+").partition("=")
+        require(name, value, not name.startswith("sweep."),
+                "a sweep, with -m and hydra/launcher=isolated or slurm; nothing has been run")  # fmt: skip
+
+
 class Run:
     """What one run holds on to, so that its ending can be written however far it came."""
 
@@ -134,12 +142,7 @@ class Run:
         options = build("trainer", self.config["trainer"], TrainerOptions)
         profile = build("profile", self.config["profile"], ProfileOptions)
         build("sweep", self.config["sweep"], SweepOptions)
-        # Of a job of a sweep the launcher has taken them away.
-        for_sweeps = next(
-            (word for word in self.result.fields["overrides"] if word.lstrip("+").startswith("sweep.")), ""
-        )
-        require(for_sweeps.partition("=")[0], for_sweeps.partition("=")[2], not for_sweeps,
-                "a sweep, with -m and hydra/launcher=isolated or slurm; nothing has been run")  # fmt: skip
+        _refuse_sweep_options(self.result.fields["overrides"])
         # Before anything that may fail, so that a run that does is there to be seen.
         self.wandb = self._start_wandb() if self.peers.is_first else None
         place = self.peers.place
@@ -198,8 +201,8 @@ class Run:
         # The FLOPs are counted for it, and so is MFU.
         seq_len, context = self.config["data"].get("seq_len"), section.get("context", None)
         require("data.seq_len", seq_len, None in (seq_len, context) or seq_len == context, f"model.context={context}")
-        count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        require("model", section.get("target", section["_target_"]), count > 0, "a network with parameters to train")
+        trained = any(parameter.requires_grad and parameter.numel() for parameter in model.parameters())
+        require("model", section.get("target", section["_target_"]), trained, "a network with parameters to train")
         count = sum(parameter.numel() for parameter in model.parameters())
         name = getattr(model, "title", str(section["_target_"]).rpartition(".")[2])
         self.result.write(model=name, num_params=count)

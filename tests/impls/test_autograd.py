@@ -92,8 +92,10 @@ def test_a_graph_can_be_kept_where_the_compiler_has_been_here_before(impl, devic
             x = torch.randn(4, size, device=device, requires_grad=True)
             loss = functional.gelu(x, impl=impl).sum()
             loss.backward(retain_graph=again)
+            once = x.grad.clone()
             if again:
                 loss.backward()
+                assert torch.equal(x.grad, 2 * once), size
 
 
 def test_results_can_be_written_in_place(impl, device):
