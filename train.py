@@ -8,6 +8,7 @@ python train.py --help                                        # all groups, opti
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,12 @@ from typing import Any
 # A run takes the signals over when it begins.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+# PyTorch's libraries would end the process with a message about themselves.
+try:
+    os.getcwd()
+except FileNotFoundError:
+    sys.exit("error: the current directory does not exist any more; change to one that does")
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,7 +33,7 @@ from fusedmlp.sweep import outcome, plugin
 from fusedmlp.sweep.command import job_command
 from fusedmlp.sweep.job import GROUP, PARENT, join_sweep, wait_until_let_go
 from fusedmlp.training import environment
-from fusedmlp.training.cli import Jobs, launch, past_hydra, register_impls
+from fusedmlp.training.cli import Jobs, launch, multirun_first, past_hydra, register_impls
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.place import Start, find
 from fusedmlp.training.run import run
@@ -69,4 +76,5 @@ def main(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     environment.held_s = wait_until_let_go()
+    sys.argv[1:] = multirun_first(sys.argv[1:])
     launch(main, jobs)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from fusedmlp.profiling import nsight
+from fusedmlp.sweep.job import stop_signals
 
 RESULT = "result.json"
 _REPORTS = {"nsys": ("trace", ".nsys-rep"), "ncu": ("kernels", ".ncu-rep")}
@@ -123,7 +124,7 @@ def _run(words: list[str], environment: Mapping[str, str]) -> int:
         else:
             process.send_signal(signum)
 
-    previous = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, hand_on) for number in stop_signals()}
     try:
         process = subprocess.Popen(words, env=dict(environment))
         for signum in early:

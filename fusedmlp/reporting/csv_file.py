@@ -24,7 +24,7 @@ def write(file: Path, groups: Sequence[Group]) -> None:
     rows = [_row(group, cell, run) for group in groups for cell in group.cells for run in cell.runs]
     head = [*keys, "impl", "impl_resolved", "captured", "repeat", "status", "reason", *_SPEED, *_FIELDS, *_TRACE,
             "times_native", "loss_agrees", "machine", "commit", "run"]  # fmt: skip
-    with open(file, "w", newline="", encoding="utf-8") as out:
+    with open(file, "w", newline="", encoding="utf-8", errors="backslashreplace") as out:
         csv.writer(out).writerows([head, *rows])
 
 

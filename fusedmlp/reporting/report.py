@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fusedmlp.errors import UserError
 from fusedmlp.reporting import agreement, machines, verdict
@@ -16,6 +17,8 @@ from fusedmlp.reporting.tables import UNKNOWN, Column, Entry, Table, comparison,
 from fusedmlp.sweep.ledger import COMPLETED, FILE, RUNNING, WAITING, Ledger
 
 CSV, MARKDOWN, HTML, PNG = "results.csv", "report.md", "report.html", "throughput.png"
+# A directory may have a name that is no UTF-8.
+_TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ def write(folders: Sequence[Path], out: Path) -> Report:
             partial = Path(scratch)
             csv_file.write(partial / CSV, report.groups)
             plots.write_png(partial / PNG, plots.throughput(report.groups, report.names))
-            (partial / MARKDOWN).write_text(markdown.render(report, PNG), encoding="utf-8")
-            (partial / HTML).write_text(html.render(report), encoding="utf-8")
+            (partial / MARKDOWN).write_text(markdown.render(report, PNG), **_TEXT)
+            (partial / HTML).write_text(html.render(report), **_TEXT)
             for name in (CSV, PNG, MARKDOWN, HTML):
                 os.replace(partial / name, out / name)
     except OSError as error:

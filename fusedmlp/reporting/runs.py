@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from fusedmlp.training import result
 
 # Overrides that say where a run is kept and how the sweep goes on, not what is run.
 _BOOKKEEPING = ("hydra.", "hydra/", "sweep.", "resume", "impl")
+
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass
@@ -127,7 +131,7 @@ def _sweeps(folder: Path) -> Iterable[Run]:
     for file in sorted(folder.rglob(ledger.FILE)):
         sweep = ledger.Ledger.read(file.parent)
         for job in sweep.jobs:
-            start = {"overrides": job.overrides, "status": job.status, "reason": job.reason}
+            start = _printable({"overrides": job.overrides, "status": job.status, "reason": job.reason})
             place = None if job.folder is None else sweep.folder / job.folder
             if place is None or not place.is_dir():
                 yield Run(sweep.folder, None, start | {"job": job.index}, {}, job.repeat)
@@ -161,11 +165,21 @@ def _read(folder: Path, root: Path) -> Run:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         config = {}
+    fields, config = _printable(fields), _printable(config)
     fields = _sound(fields, _FIELDS)
     for section, types in _WITHIN.items():
         if section in fields:
             fields[section] = _sound(fields[section], types)
     return Run(root, folder, fields, _sound(config, _SECTIONS))
+
+
+def _printable(content: Any) -> Any:
+    """Without what no file and no font takes: bytes of a file's name that are no UTF-8, and control characters."""
+    if isinstance(content, dict):
+        return {_printable(key): _printable(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_printable(value) for value in content]
+    return _UNPRINTABLE.sub(lambda sign: f"\\x{ord(sign[0]):02x}", content) if isinstance(content, str) else content
 
 
 def _integer(text: str) -> int | None:

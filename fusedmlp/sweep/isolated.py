@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fusedmlp.sweep.job import Signals, Started, environment_of, run_process
-from fusedmlp.sweep.launcher import CONSOLE, SweepLauncher
+from fusedmlp.sweep.launcher import CANNOT_BEGIN, CONSOLE, SweepLauncher
 from fusedmlp.sweep.ledger import Job
 
 
@@ -31,7 +31,11 @@ class IsolatedLauncher(SweepLauncher):
             for number, job in enumerate(jobs):
                 if signals.received:
                     break
-                now = waiting.popleft() if waiting else self._start(job, held=False)
+                try:
+                    now = waiting.popleft() if waiting else self._start(job, held=False)
+                except CANNOT_BEGIN as error:
+                    self.refuse(job, error)
+                    continue
                 job.folder = now.name
                 self.set_running(job)
                 with suppress(Exception):  # which is raised again when it is that job's turn

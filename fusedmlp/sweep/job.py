@@ -20,6 +20,7 @@ GROUP, PARENT, GATE = "FUSEDMLP_SWEEP_GROUP", "FUSEDMLP_SWEEP_PARENT", "FUSEDMLP
 GRACE_S = 60.0
 _LEFTOVERS_S = 2.0
 _POLL_S = 0.1
+_CHUNK, _LONGEST_LINE = 1 << 16, 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -37,15 +38,21 @@ class Ended:
     lost: str | None = None
 
 
+def stop_signals() -> tuple[int, ...]:
+    """What asks a program to stop: Ctrl-C, SIGTERM, and a terminal that closes unless nohup has that ignored."""
+    closing = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *closing)
+
+
 class Signals:
-    """Collects SIGINT and SIGTERM in `received` while it is the active context, instead of ending the process."""
+    """Collects these signals in `received` while it is the active context, instead of ending the process."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -69,22 +76,27 @@ class _Output:
         """Passes on what arrives within `wait_s` seconds; False if nothing did."""
         if not select.select([self._pipe], [], [], wait_s)[0]:
             return False
-        chunk = os.read(self._pipe.fileno(), 65536)
-        self._log.write(chunk)
-        self._log.flush()
+        chunk = os.read(self._pipe.fileno(), _CHUNK)
+        with suppress(OSError):  # a full disk, of which the job itself tells
+            self._log.write(chunk)
         *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             self._pass_on(line)
         return bool(chunk)
 
     def finish(self) -> None:
-        while self.pump(0):
+        # What has left the process group may hold the pipe and write for ever.
+        until = time.monotonic() + _LEFTOVERS_S
+        while self.pump(0) and time.monotonic() < until:
             pass
         if self._rest:
             self._pass_on(self._rest)
 
     def _pass_on(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
+        # Of a progress bar, what a terminal would show in the end.
+        text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
         if text:
             self.last_line = text
             self._show(text)
@@ -193,7 +205,7 @@ def run_process(
     process = job.process
     assert process.stdout is not None
     job.let_go()
-    with open(log, "ab") as file:
+    with _opened(log) as file:
         output = _Output(process.stdout, file, show)
         try:
             while process.poll() is None:
@@ -208,6 +220,13 @@ def run_process(
             process.wait()
             process.stdout.close()
     return Ended(process.returncode, limits.timed_out, output.last_line, time.monotonic() - began)
+
+
+def _opened(log: Path) -> IO[bytes]:
+    try:
+        return open(log, "ab", buffering=0)
+    except OSError:  # a full disk, or the job's directory is gone: the job goes on
+        return open(os.devnull, "ab", buffering=0)
 
 
 def run_alone(command: Sequence[str], group: str, log: Path, timeout_s: float | None) -> Ended:

@@ -11,6 +11,7 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from fusedmlp.errors import UserError
 from fusedmlp.sweep import lost_run, outcome, progress
@@ -18,10 +19,13 @@ from fusedmlp.sweep.command import job_command, of_the_job, resume_command
 from fusedmlp.sweep.job import Ended, Signals
 from fusedmlp.sweep.ledger import COMPLETED, RUNNING, Job, Ledger, labels
 from fusedmlp.sweep.reporter import Reporter, guarded
+from fusedmlp.training.explain import of_config
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.options import SweepOptions, build
 
 CONSOLE = "console.log"
+# What keeps a job from beginning: its directory cannot be made, or its config does not resolve.
+CANNOT_BEGIN = (OSError, OmegaConfBaseException)
 
 
 class SweepLauncher(Launcher):
@@ -98,18 +102,31 @@ class SweepLauncher(Launcher):
         with read_write(composed), open_dict(composed):
             composed.hydra.job.id = str(job.index)
             composed.hydra.job.num = job.index
-        folder = self.ledger.claim(job, str(composed.hydra.sweep.subdir))
+        job.start = {name: composed.get(name) for name in ("impl", "dim", "seed")}
         job.logger = OmegaConf.to_container(composed.logger, resolve=True)
+        folder = self.ledger.claim(job, str(composed.hydra.sweep.subdir))
         if self.reporter.logger is None or composed.logger.mode != "disabled":
             self.reporter.logger = job.logger
         command = job_command(self.config, job.overrides, folder.absolute(), job.index)
-        job.start = {"command": shlex.join(["python", *command[1:]]), "overrides": job.overrides, "group": self.group}
-        job.start |= {name: composed.get(name) for name in ("impl", "dim", "seed")}
+        job.start |= {"command": shlex.join(["python", *command[1:]]), "overrides": job.overrides, "group": self.group}
         return command, folder
 
     def set_running(self, job: Job) -> None:
         job.status, job.reason = RUNNING, None
-        self.ledger.write()
+        self._record()
+
+    def _record(self) -> None:
+        guarded("record of the sweep", self.ledger.folder, self.ledger.write)
+
+    def refuse(self, job: Job, error: OSError | OmegaConfBaseException) -> None:
+        """Records a job that could not begin (`CANNOT_BEGIN`)."""
+        cannot = f"its directory cannot be made: {error.strerror}" if isinstance(error, OSError) else of_config(error)
+        job.folder, job.status, job.reason = None, "failed", cannot
+        self._record()
+        self.reporter.update()
+        print(self.prefix(job), f"{job.status}: {job.reason}", flush=True)
+        self._told(job, job.start | {"status": job.status, "reason": job.reason})
+        self._show_progress()
 
     def end(self, job: Job, ended: Ended, signals: Signals) -> None:
         """Records what came of a job, and says so if it could not say it itself."""
@@ -119,7 +136,7 @@ class SweepLauncher(Launcher):
         job.status, job.reason, job.seconds = fields["status"], fields["reason"], round(ended.seconds, 3)
         if self.in_turn:
             self.measured.append(ended.seconds)
-        self.ledger.write()
+        self._record()
         guarded("Weights & Biases run", self.ledger.folder, lambda: lost_run.record(folder, fields, job.logger))
         self.reporter.update()
         if job.status != said or not self.in_turn:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def settle(folder: Path, start: dict[str, Any], ended: Ended, limit: str | None,
     if (status, reason) != (fields.get("status"), fields.get("reason")):
         # Its reasons were those of the process, which knew nothing of a time limit.
         result = Result(folder, **(start | fields))
-        result.write(status=status, reason=reason, hint=hint)
+        with suppress(OSError):  # on a full disk sweep.json may still tell
+            result.write(status=status, reason=reason, hint=hint)
         fields = result.fields
     return fields
 

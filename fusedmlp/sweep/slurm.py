@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fusedmlp.errors import UserError
 from fusedmlp.sweep import job as processes
 from fusedmlp.sweep.job import GRACE_S, Ended, Signals, run_alone
-from fusedmlp.sweep.launcher import CONSOLE, SweepLauncher
+from fusedmlp.sweep.launcher import CANNOT_BEGIN, CONSOLE, SweepLauncher
 from fusedmlp.sweep.ledger import WAITING, Job
 
 CLUSTERS = ("slurm", "local")
@@ -73,16 +73,20 @@ class SlurmLauncher(SweepLauncher):
         try:
             with _by_value(), self.executor.batch():
                 for job in jobs:
-                    command, folder = self.begin(job)
+                    try:
+                        command, folder = self.begin(job)
+                    except CANNOT_BEGIN as error:
+                        self.refuse(job, error)
+                        continue
                     self.set_running(job)
                     console = folder.absolute() / CONSOLE
                     running[job.index] = self.executor.submit(run_alone, command, self.group, console, self.limit_s)
         except RuntimeError as error:  # submitit's, with what sbatch said
-            for job in jobs:
+            for job in (job for job in jobs if not job.ended):
                 job.status = WAITING
             self.ledger.write()
             raise UserError(f"{self.cluster} does not take the jobs: {' '.join(str(error).split())}") from error
-        for job in jobs:
+        for job in (job for job in jobs if job.index in running):
             print(self.prefix(job), f"{self.cluster} job {running[job.index].job_id}", flush=True)
         return running
 

@@ -1,6 +1,5 @@
 """The command line around a run: the impl group, messages for what Hydra refuses, and the last lines printed."""
 
-import contextlib
 import functools
 import os
 import shlex
@@ -17,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fusedmlp import impls
 from fusedmlp.errors import UserError
 from fusedmlp.sweep.command import written
+from fusedmlp.training import streams
 from fusedmlp.training.explain import explain, of_config, of_hydra, raised_by_hydra
 from fusedmlp.training.failures import EXIT_FAILED, Ending
 from fusedmlp.training.interrupt import Interrupted
@@ -89,50 +89,60 @@ class Jobs:
                 _number(speed.get("step_ms_median"), ".2f", 9),
                 _number(fields.get("final_val_loss"), ".3f", 9),
             )
-            reason = f"  {fields['reason']}" if fields["reason"] else ""
-            lines.append(f"{fields['impl']:10} {fields['dim']:>6} {fields['status']:12} {' '.join(numbers)}{reason}")
+            reason = f"  {fields['reason']}" if fields.get("reason") else ""
+            impl, dim, status = (str(fields.get(name)) for name in ("impl", "dim", "status"))
+            lines.append(f"{impl:10} {dim:>6} {status:12} {' '.join(numbers)}{reason}")
         return lines
 
 
 def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
-    """Calls the Hydra application and exits: 0 completed, 1 a run failed, 2 wrong usage, 130 or 143 interrupted."""
+    """Calls the Hydra application and exits: 0 completed, 1 a run failed, 2 wrong usage, 129, 130 or 143 stopped."""
     # Hydra prints its own exceptions and exits; with this it hands them on, and they are explained here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this (`>&-`)
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the whole process
-        stream = getattr(sys, name)
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
+    before = streams.guard()
+    try:
+        code = _exit_code(main, jobs)
+        if len(jobs._ended) > 1:
+            print("\n".join(["", *jobs.table()]))
+        sys.stdout.flush()
+        refused: OSError | None = getattr(sys.stdout, "error", None)
+        if refused is not None and not isinstance(refused, BrokenPipeError) and code == 0:
+            code = _complain(f"what is printed cannot be written: {refused.strerror}", EXIT_FAILED)
+    finally:
+        sys.stdout, sys.stderr = before
+    sys.exit(code)
+
+
+def multirun_first(words: list[str]) -> list[str]:
+    """The command line with -m in front: between two overrides argparse takes it for the end of them."""
+    flags = ("-m", "--multirun")
+    return [*(word for word in words if word in flags), *(word for word in words if word not in flags)]
+
+
+def _exit_code(main: Callable[[], Any], jobs: Jobs) -> int:
+    """Calls the application; what it raises is told in a line."""
     try:
         _call(main)
-        code = jobs.exit_code
+        return jobs.exit_code
     except HydraException as error:
-        code = _complain(explain(error), EXIT_USAGE)
+        return _complain(explain(error), EXIT_USAGE)
     except OmegaConfBaseException as error:
-        code = _complain(of_config(error), EXIT_USAGE)
+        return _complain(of_config(error), EXIT_USAGE)
     except UserError as error:
-        code = _complain(str(error), EXIT_FAILED)
+        return _complain(str(error), EXIT_FAILED)
     except BrokenPipeError:
-        # Whoever read the output (`| head`) has gone; Python would complain again when it flushes on exit.
-        _leave_stdout()
-        code = EXIT_FAILED
+        return EXIT_FAILED  # whoever read the output (`| head`) has gone
     except OSError as error:
-        # Hydra makes the run's directory before the run begins; what has no name is stdout.
-        what = "what is printed cannot be written" if error.filename is None else "the run's directory cannot be made"
-        where = "" if error.filename is None else f": {error.filename}"
-        code = _complain(f"{what}: {error.strerror}{where}", EXIT_FAILED)
-        _leave_stdout()
+        # Hydra makes the run's directory before the run begins.
+        where = "" if error.filename is None else f"the run's directory cannot be made: {error.filename}: "
+        return _complain(f"{where}{error.strerror or error}", EXIT_FAILED)
     except (Interrupted, KeyboardInterrupt) as error:
-        code = error.exit_code if isinstance(error, Interrupted) else 130
+        return error.exit_code if isinstance(error, Interrupted) else 130
     except Exception as error:
         # What Hydra's code lets through comes from an odd override, `=3` for one.
         if not raised_by_hydra(error):
             raise
-        code = _complain(f"cannot compose the config: {of_hydra(str(error))}", EXIT_USAGE)
-    if len(jobs._ended) > 1:
-        print("\n".join(["", *jobs.table()]))
-    sys.exit(code)
+        return _complain(f"cannot compose the config: {of_hydra(str(error))}", EXIT_USAGE)
 
 
 def _call(main: Callable[[], Any]) -> None:
@@ -140,11 +150,6 @@ def _call(main: Callable[[], Any]) -> None:
         main()
     except _Raised as raised:
         raise raised.error from raised.error.__cause__
-
-
-def _leave_stdout() -> None:
-    with contextlib.suppress(OSError, ValueError):  # in a test there is no file behind it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def last_lines(result: Result) -> list[str]:

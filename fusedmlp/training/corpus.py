@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -121,6 +122,9 @@ def _build(source: Source, val_fraction: float, path: Path) -> Corpus:
     log.info("Packing the %s corpus into %s", source.kind, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
+    needed, free = getattr(source, "num_tokens", 0), shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise UserError(f"{source.describe()}: so many bytes do not fit into {path.parent}, where {free:,} are free")
     with _temporary(path) as tokens_file, _temporary(path) as sidecar_file:
         digest = _write_tokens(source, tokens_file)
         num_tokens = tokens_file.stat().st_size

@@ -1,11 +1,14 @@
-"""Ctrl-C and SIGTERM: the first one stops the run at the end of its optimizer step, the second one at once."""
+"""Ctrl-C, SIGTERM, SIGHUP: the first one stops the run at the end of its optimizer step, the second one at once."""
 
 import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+from fusedmlp.sweep.job import stop_signals
 
 
 class Interrupted(BaseException):
@@ -22,7 +25,7 @@ class Interrupted(BaseException):
 
 
 class StopRequests:
-    """Holds SIGINT and SIGTERM back while it is the active context, in the main thread; elsewhere it does nothing.
+    """Holds these signals back while it is the active context, in the main thread; elsewhere it does nothing.
 
     Attributes:
         deferred: whether the first signal may wait for the end of a step; before the loop runs it stops at once.
@@ -40,7 +43,7 @@ class StopRequests:
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._previous = {number: signal.getsignal(number) for number in stop_signals()}
             self.install()
         return self
 
@@ -60,7 +63,10 @@ class StopRequests:
         if self._last - before < self.at_once_s:
             return
         if not self.deferred or self.received is not None:
+            # While that one ends the run, the next is held back again.
+            self.received, self.deferred = None, True
             raise Interrupted(signum)
         self.received = signum
         # Not print: a handler may run in the middle of another print.
-        os.write(2, b"\nstopping after this step; once more to stop at once\n")
+        with suppress(OSError):  # closed, or gone with the terminal
+            os.write(2, b"\nstopping after this step; once more to stop at once\n")

@@ -30,6 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "logger.mode": WANDB_MODES, "profile.tool": (*PROFILE_TOOLS, "null"),
 }  # fmt: skip
 _INTEGERS_BELOW = 2**63  # what PyTorch holds sizes in
+_LONGEST_WAIT_S = 1_000_000  # PyTorch counts milliseconds in 32 bits
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class TrainerOptions:
 
     def _check_ranks(self) -> None:
         choose("trainer.strategy", self.strategy, STRATEGIES)
-        require("trainer.rank_timeout", self.rank_timeout, 0 < self.rank_timeout < float("inf"),
-                "a number of seconds above 0")  # fmt: skip
+        require("trainer.rank_timeout", self.rank_timeout, 0 < self.rank_timeout <= _LONGEST_WAIT_S,
+                f"a number of seconds above 0, at most {_LONGEST_WAIT_S}")  # fmt: skip
         if self.strategy == "single":
             for name in ("devices", "num_nodes"):
                 require(f"trainer.{name}", getattr(self, name), getattr(self, name) == 1,

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,29 @@ class Result:
         """Updates the fields and replaces the file in one step: a reader sees the old or the new one, always whole."""
         self.fields |= fields
         assert self.status in STATUSES
-        partial = self.folder / f"{FILE}.partial"
-        partial.write_text(json.dumps(_plain(self.fields), indent=2, allow_nan=False) + "\n")
-        os.replace(partial, self.folder / FILE)
+        text = json.dumps(_plain(self.fields), indent=2, allow_nan=False) + "\n"
+        file, partial = self.folder / FILE, self.folder / f"{FILE}.partial"
+        try:
+            partial.write_text(text)
+            os.replace(partial, file)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            if not _overwritten(file, text):
+                raise OSError(error.errno, error.strerror, str(file)) from error
+
+
+def _overwritten(file: Path, text: str) -> bool:
+    """Writes over what is there, where no new file can be: on a full disk a file still has its own blocks."""
+    try:
+        if len(text) > file.stat().st_blocks * 512:
+            return False
+        with open(file, "r+") as opened:
+            opened.write(text)
+            opened.truncate()
+    except OSError:
+        return False
+    return True
 
 
 class UnwrittenResult(Result):

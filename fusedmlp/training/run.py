@@ -9,7 +9,8 @@ import shlex
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fusedmlp.profiling.session import Session
 from fusedmlp.training import checkpoint, environment
 from fusedmlp.training.csv_sink import CsvSink
 from fusedmlp.training.failures import EXIT_FAILED, Ending, ending_of, is_out_of_memory
-from fusedmlp.training.interrupt import StopRequests
+from fusedmlp.training.interrupt import Interrupted, StopRequests
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.options import LoggerOptions, ProfileOptions, SweepOptions, TrainerOptions, build, require
@@ -60,7 +61,7 @@ def run(
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if removed := [name for name in _KEYS if name not in config]:
         raise UserError(f"{removed[0]} is missing from the config: a run needs all of {', '.join(_KEYS)}")
-    with StopRequests() as stop, Peers(place or Place(), stop) as peers:
+    with StopRequests() as stop, Peers(place or Place(), stop) as peers, _recorded(wanted_folder):
         folder = agreed_folder(peers, lambda: claim_folder(wanted_folder))
         if not peers.is_first and folder != wanted_folder.absolute():
             # Hydra has made one for a process that began a second later.
@@ -77,6 +78,17 @@ def run(
     if torch.cuda.is_initialized() and not peers.several:
         torch.cuda.empty_cache()
     return result, ending
+
+
+@contextmanager
+def _recorded(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the run's directory {folder} cannot be written ({error.strerror or error}); choose one with "
+            "hydra.run.dir=DIR"
+        ) from error
 
 
 def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
@@ -96,8 +108,13 @@ def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
         traceback.clear_frames(error.__traceback__)
     # A second signal must not lose what the run has come to.
     stop.received, stop.deferred = None, True
-    current.finish(ending)
-    return ending
+    try:
+        current.finish(ending)
+    except Interrupted:
+        # A third one ends what it takes to end, such as an upload.
+        log.warning("finishing was interrupted", exc_info=True)
+        current.record(ending)
+    return current.unrecorded(ending) if current.unwritten else ending
 
 
 def _refuse_sweep_options(overrides: list[str]) -> None:
@@ -123,6 +140,7 @@ class Run:
         self.profile: Session | None = None
         self.trainer: Trainer | None = None
         self.task: LanguageModelTask | None = None
+        self.unwritten: OSError | None = None
         self.seconds: dict[str, float | None] = {"import": environment.import_s()}
         self.result = (Result if peers.is_first else UnwrittenResult)(
             folder,
@@ -273,24 +291,47 @@ class Run:
     def finish(self, ending: Ending) -> None:
         """Records the ending in result.json, metrics.csv and W&B."""
         if self.monitor is not None and self.monitor.started is not None:
-            self._collect(self.monitor)
+            self._try(self._collect, self.monitor)
         if self.profile is not None:
-            self._trace(self.profile)
-        self.progress.close()
+            self._try(self._trace, self.profile)
+        self._try(self.progress.close)
         if self.csv is not None:
-            self.csv.close()
+            self._try(self.csv.close)
         self.seconds["total"] = time.perf_counter() - self.began
         if self.config["impl"] == "auto" and (ran := auto.used()):
-            self.result.write(impl_resolved=impls.resolved("auto"), impl_choices=ran)
+            self.result.fields |= {"impl_resolved": impls.resolved("auto"), "impl_choices": ran}
             if not self.peers.lost and not self.peers.same("choices", json.dumps(ran)):
                 self.progress.say(
                     "warning: impl=auto chose otherwise on some ranks; give all hosts one $FUSEDMLP_CACHE, or the same "
                     "table with python -m fusedmlp.auto export and import"
                 )
-        self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint, seconds=self.seconds)
+        self.record(ending)
         if self.wandb is not None:
             self.wandb.finish(self._summary(), ending.exit_code)
-            self.result.write(wandb=self.wandb.folder)
+            self._try(self.result.write, wandb=self.wandb.folder)
+
+    def record(self, ending: Ending) -> None:
+        """Writes the ending into result.json; where that cannot be, `unwritten` says why."""
+        self.unwritten = None
+        try:
+            self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint, seconds=self.seconds)
+        except OSError as error:
+            self.unwritten = error
+
+    def unrecorded(self, ending: Ending) -> Ending:
+        """The ending of a run of which result.json does not tell."""
+        assert self.unwritten is not None
+        ran = "" if ending.status == "completed" else f"; the run had {ending.status}: {ending.reason}"
+        reason = f"{self.unwritten.filename} cannot be written: {self.unwritten.strerror}{ran}"
+        self.result.fields |= {"status": "failed", "reason": reason}
+        return Ending("failed", reason, ending.hint, ending.exit_code or EXIT_FAILED)
+
+    def _try(self, work: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
+        """The run has its ending already; what cannot be had besides, as on a full disk, does not change it."""
+        try:
+            work(*arguments, **keywords)
+        except Exception:
+            log.warning("%s is lost", getattr(work, "__name__", "something"), exc_info=True)
 
     def _trace(self, profile: Session) -> None:
         """Takes what the profiler recorded, and what it says."""

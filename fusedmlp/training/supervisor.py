@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
+from fusedmlp.sweep.job import stop_signals
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.messages import FOLDER, left, post_failure, prefixed
 from fusedmlp.training.place import Start
@@ -27,14 +28,14 @@ from fusedmlp.training.result import FILE, Result
 GRACE_S = 30.0
 LAST_GRACE_S = 5.0
 _POLL_S = 0.1
-# Exit codes of a run that Ctrl-C or SIGTERM has ended.
-STOPPED = (130, 143)
+# Exit codes of a run that Ctrl-C, SIGTERM or SIGHUP has ended.
+STOPPED = (130, 143, 129)
 
 
 def start_ranks(start: Start, command: Sequence[str], environment: Mapping[str, str], grace_s: float = GRACE_S) -> int:
     """Runs `command` once per rank and returns the exit code of the run.
 
-    SIGINT and SIGTERM are handed to all of them. No rank outlives this call.
+    What asks this process to stop is handed to all of them. No rank outlives this call.
 
     Args:
         environment: set for the ranks besides that of this process.
@@ -48,7 +49,7 @@ def start_ranks(start: Start, command: Sequence[str], environment: Mapping[str, 
     def hand_on(signum: int, frame: FrameType | None) -> None:
         handed.append(signum)
 
-    previous = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, hand_on) for number in stop_signals()}
     try:
         group.start(command, dict(os.environ) | dict(environment))
         while group.running():

@@ -1,13 +1,14 @@
 """What is read from directories, and how runs are put together."""
 
 import json
+import os
 
 import pytest
 from conftest import raises
 from reporting.fakes import COMMIT, H200, failed, result, write_run, write_sweep
 
 from fusedmlp.errors import UserError
-from fusedmlp.reporting import machines
+from fusedmlp.reporting import machines, report
 from fusedmlp.reporting.cells import group, swept_keys, title
 from fusedmlp.reporting.html import render
 from fusedmlp.reporting.report import build
@@ -77,6 +78,17 @@ def test_a_report_over_a_run_that_is_damaged(tmp_path, name, content):
     if not content:
         (bad,) = [run for run in load([tmp_path]) if run.folder.name == "bad"]
         assert (bad.status, bad.fields["reason"]) == ("unknown", "its result.json is empty or damaged")
+
+
+def test_names_that_no_file_and_no_font_takes_are_written_otherwise(tmp_path):
+    """A directory's name in another encoding, and control characters, in every field that a report shows."""
+    name = os.fsdecode(b"caf\xe9\x1b[31m")
+    fields = failed(name, reason=name) | {"overrides": [f"impl={name}", f"data.files={name}"], "command": name}
+    write_run(tmp_path / "runs" / os.fsdecode(b"caf\xe9"), fields, impl=name)
+    write_run(tmp_path / "runs" / "other", result("native", overrides=["impl=native"]))
+    report.write([tmp_path / "runs"], tmp_path / "out")
+    for file in ("report.html", "report.md", "results.csv"):
+        assert r"caf\xdce9\x1b[31m" in (tmp_path / "out" / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "said"), [("none", "is no directory"), (".", "holds no run: neither result.json")])

@@ -4,12 +4,15 @@ import json
 
 import pytest
 from conftest import raises
+from omegaconf import OmegaConf
 
 from fusedmlp.errors import UserError
 from fusedmlp.sweep import outcome, progress
-from fusedmlp.sweep.job import Ended
+from fusedmlp.sweep.isolated import IsolatedLauncher
+from fusedmlp.sweep.job import Ended, Signals
 from fusedmlp.sweep.launcher import SweepLauncher
 from fusedmlp.sweep.ledger import Job, Ledger, labels
+from fusedmlp.sweep.reporter import Reporter
 from fusedmlp.training.cli import Jobs
 from fusedmlp.training.options import SweepOptions, build
 from fusedmlp.training.result import Result
@@ -78,6 +81,41 @@ def test_a_directory_without_a_sweep_is_refused(tmp_path, text, words):
         (tmp_path / "sweep.json").write_text(text)
     with raises(UserError, str(tmp_path), "sweep.json", words):
         Ledger.read(tmp_path)
+
+
+def test_a_job_that_cannot_begin_is_a_row_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    launcher, told = IsolatedLauncher(), []
+    launcher.ledger, launcher.options = Ledger(tmp_path, ""), SweepOptions(None, None, 1, 2)
+    launcher.jobs = launcher.ledger.plan(SIZES, 1)
+    launcher.names, launcher.measured, launcher.speeds = labels(launcher.jobs), [], {}
+    launcher.reporter = Reporter(tmp_path, "group")
+    monkeypatch.setattr(Reporter, "update", lambda self: None)
+    monkeypatch.setattr(IsolatedLauncher, "report", told.append, raising=False)
+
+    def begin(self, job):
+        job.start = {"impl": "native", "dim": 32}
+        if job.index == 0:
+            raise OSError(36, "File name too long", "9" * 300)
+        OmegaConf.create({"subdir": "${nothing}"}).subdir  # noqa: B018
+
+    monkeypatch.setattr(IsolatedLauncher, "begin", begin)
+    launcher.run_all(launcher.jobs, Signals())
+    rows = [(job.status, job.reason) for job in Ledger.read(tmp_path).jobs]
+    assert rows[0] == ("failed", "its directory cannot be made: File name too long")
+    assert rows[1][0] == "failed"
+    assert "'nothing' not found" in rows[1][1]
+    assert [fields["status"] for fields in told] == ["failed", "failed"]
+    assert "[1/2 dim=32] failed: its directory cannot be made" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_end_a_sweep(tmp_path, monkeypatch):
+    Result(tmp_path, **START).write(status="running")
+    monkeypatch.setattr(Result, "write", no_space)
+    assert outcome.settle(tmp_path, START, Ended(1, False, "", 1), None, False)["status"] == "running"
+
+
+def no_space(self, **fields):
+    raise OSError(28, "No space left on device")
 
 
 def test_a_sweep_over_an_empty_list_is_refused():

@@ -70,6 +70,26 @@ def test_the_first_signal_is_handed_on_and_the_third_kills(tmp_path):
     assert signal.getsignal(signal.SIGINT) != own
 
 
+def test_a_line_without_end_is_passed_on_in_parts_and_of_a_progress_bar_the_last(tmp_path):
+    code = "import sys; sys.stdout.write('x' * 3_000_000 + '\\n' + 'a\\rb\\rc\\r\\n' + 'end')"
+    lines = []
+    job(tmp_path / "log", code, show=lines.append)
+    assert max(map(len, lines[:-2])) < 2_000_000
+    assert sum(map(len, lines[:-2])) == 3_000_000
+    assert lines[-2:] == ["c", "end"]
+
+
+def test_a_job_goes_on_without_a_log(tmp_path):
+    lines = []
+    assert job(tmp_path / "no such directory" / "log", "print('a')", show=lines.append).exit_code == 0
+    assert lines == ["a"]
+
+
+def test_what_left_the_job_and_writes_for_ever_is_left(tmp_path):
+    code = "import subprocess; subprocess.Popen(['yes'], start_new_session=True)"
+    assert job(tmp_path / "log", code).seconds < 30
+
+
 def test_what_a_job_leaves_running_is_ended(tmp_path):
     code = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
     lines = []

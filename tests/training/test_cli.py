@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from training.runs import CONFIGS, config
 
 from fusedmlp.errors import UserError
-from fusedmlp.training.cli import Jobs, explain, last_lines, launch, past_hydra
+from fusedmlp.training.cli import Jobs, explain, last_lines, launch, multirun_first, past_hydra
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.result import Result
@@ -140,6 +140,19 @@ def test_the_exit_code_of_a_sweep_is_that_of_its_worst_job(tmp_path):
         jobs.ended(Result(tmp_path, impl="native", dim=32, group="g", status=ending.status, overrides=[]), ending)
     assert jobs.exit_code == 1
     assert len(jobs.table()) == 4
+
+
+def test_a_job_without_a_dim_or_a_result_has_its_line_too(tmp_path):
+    jobs = Jobs()
+    jobs.ended(Result(tmp_path, impl="native", dim=None, group="g", status="failed", overrides=[]), Ending("failed"))
+    jobs.ended_under(1)
+    assert [line.split() for line in jobs.table()[1:]] == [
+        ["native", "None", "failed", "-", "-", "-"], ["None", "None", "None", "-", "-", "-"],
+    ]  # fmt: skip
+
+
+def test_multirun_may_stand_anywhere():
+    assert multirun_first(["dim=32", "-m", "impl=native,manual"]) == ["-m", "dim=32", "impl=native,manual"]
 
 
 def test_an_interrupted_job_starts_no_other(tmp_path):

@@ -223,6 +223,7 @@ def test_paths_are_relative_to_where_the_user_started(text_files, tmp_path, monk
         ("text", {"file": "a.txt"}, "data.file means nothing.*data.files"),
         ("synthetic", {"num_tokens": 0}, "num_tokens=0"),
         ("synthetic", {"num_tokens": 1e6}, "must be an integer"),
+        ("synthetic", {"num_tokens": 10**20}, "num_tokens=100000000000000000000: .* do not fit into .* are free"),
         ("novels", {}, "stdlib, text, hf, synthetic"),
     ],
 )

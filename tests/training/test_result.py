@@ -46,19 +46,6 @@ def test_result_is_valid_json_whatever_the_numbers(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "completed"
 
 
-def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path, monkeypatch):
-    result = Result(tmp_path)
-    result.write()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        result.write(status="completed")
-    assert json.loads((tmp_path / "result.json").read_text())["status"] == "running"
-
-
 @pytest.mark.parametrize(
     ("text", "version"),
     [
@@ -72,3 +59,22 @@ def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path, monkeypatch):
 )
 def test_driver_version(text, version):
     assert environment.driver_version(text) == version
+
+
+def test_on_a_full_disk_the_file_that_is_there_is_written_over(tmp_path, monkeypatch):
+    result = Result(tmp_path, impl="native")
+    result.write()
+    write_text = Path.write_text
+
+    def full(path, text, *arguments, **keywords):
+        if path.suffix == ".partial":
+            raise OSError(28, "No space left on device")
+        return write_text(path, text, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result.write(status="failed", reason="no space")
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+    with pytest.raises(OSError, match="No space") as caught:
+        result.write(more="x" * 100_000)
+    assert caught.value.filename == str(tmp_path / "result.json")
+    assert json.loads((tmp_path / "result.json").read_text())["reason"] == "no space"

@@ -56,7 +56,7 @@ def assert_equal_states(one, other):
         (1, 3, 3, signal.SIGINT),
         (1, 4, 4, signal.SIGTERM),  # a step that validation follows
         (2, 5, 3, signal.SIGTERM),  # within an accumulation, which is finished first
-        (2, 8, 4, signal.SIGINT),
+        (2, 8, 4, signal.SIGHUP),
     ],
 )
 def test_interrupt_and_resume_equals_a_run_without(tmp_path, interrupt, accumulate, micro_batch, step, signum):

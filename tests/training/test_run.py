@@ -19,6 +19,7 @@ from fusedmlp.training.csv_sink import COLUMNS, CsvSink
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.result import Result
 from fusedmlp.training.run import run
 from fusedmlp.training.trainer import AtomicCheckpointIO
 
@@ -246,6 +247,49 @@ def test_a_full_disk_is_a_reason(tmp_path, monkeypatch):
     ending = train(tmp_path / "run")
     assert (ending.status, ending.reason) == ("failed", "No space left on device")
     assert result(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_result_that_cannot_be_written_is_the_runs_failure(tmp_path, monkeypatch):
+    write = Result.write
+
+    def full(self, **fields):
+        if fields.get("status") == "completed":
+            raise OSError(28, "No space left on device", "result.json")
+        write(self, **fields)
+
+    monkeypatch.setattr(Result, "write", full)
+    ending = train(tmp_path / "run")
+    assert (ending.status, ending.exit_code) == ("failed", 1)
+    assert ending.reason == "result.json cannot be written: No space left on device"
+    assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["fusedmlp"]["step"] == 6
+
+
+def test_a_metrics_file_that_cannot_be_closed_leaves_the_ending(tmp_path, monkeypatch):
+    close = CsvSink.close
+
+    def full(self):
+        close(self)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(CsvSink, "close", full)
+    assert train(tmp_path / "run").status == result(tmp_path / "run")["status"] == "completed"
+
+
+def test_signals_while_a_run_is_finished_leave_its_result(tmp_path, monkeypatch):
+    """The first is held back, the second ends what hangs, such as an upload."""
+
+    close = CsvSink.close
+
+    def hang(self):
+        close(self)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the second one does not come back")
+
+    monkeypatch.setattr(CsvSink, "close", hang)
+    assert train(tmp_path / "run").status == "completed"
+    found = result(tmp_path / "run")
+    assert (found["status"], found["steps"]) == ("completed", 6)
 
 
 def test_a_key_that_was_taken_away_is_named(tmp_path):
