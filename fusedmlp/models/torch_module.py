@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedmlp import impls
@@ -86,12 +87,22 @@ class TorchModule(nn.Module):
         logits = _logits(self.net(x))
         if logits.ndim == 2:
             logits = logits.unsqueeze(1)
-        if logits.ndim != 3 or logits.shape[0] != len(tokens) or logits.shape[-1] < self.vocab_size:
-            raise UserError(
-                f"model.target={self.title} gave logits of shape {tuple(logits.shape)} for a batch of {len(tokens)}; "
-                f"expected (batch, positions, classes) or (batch, classes), with at least {self.vocab_size} classes"
-            )
+        self._check(logits, len(tokens))
         return logits
+
+    def _check(self, logits: Tensor, batch: int) -> None:
+        shaped = logits.ndim == 3 and logits.shape[0] == batch and logits.shape[-1] >= self.vocab_size
+        if not shaped or not 1 <= logits.shape[1] <= self.context:
+            raise UserError(
+                f"model.target={self.title} gave logits of shape {tuple(logits.shape)} for a batch of {batch}; "
+                "expected (batch, positions, classes) or (batch, classes), with at least "
+                f"{self.vocab_size} classes and at most {self.context} positions"
+            )
+        if torch.is_grad_enabled() and not logits.requires_grad:
+            raise UserError(
+                f"model.target={self.title} gave logits of dtype {logits.dtype} without a gradient; expected "
+                "floating-point logits that depend on its parameters, not detached from them"
+            )
 
     def _dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.net.parameters() if p.is_floating_point()), torch.float32)
@@ -122,6 +133,12 @@ def build(target: str, kwargs: Mapping[str, Any]) -> nn.Module:
         raise UserError(f"model.target={target} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(net, nn.Module):
         raise UserError(f"model.target={target} gives a {type(net).__name__}; expected a torch.nn.Module")
+    for name, parameter in net.named_parameters():
+        if isinstance(parameter, UninitializedParameter) or parameter.is_meta:
+            raise UserError(
+                f"model.target={target}: its parameter {name} has no values yet (a lazy module, or device=meta); "
+                "expected a module whose parameters are initialised"
+            )
     return net
 
 
@@ -134,7 +151,9 @@ def _imported(path: str, **kwargs: Any) -> Any:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"model.target={path!r} names nothing that can be imported: {error}") from error
+        raise UserError(
+            f"model.target={path!r} names nothing that can be imported: {error}; expected {TARGETS}"
+        ) from error
     return function(**kwargs)
 
 

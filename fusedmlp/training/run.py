@@ -67,6 +67,8 @@ def run(
             # Hydra has made one for a process that began a second later.
             with suppress(OSError):
                 wanted_folder.rmdir()
+        # From here on a signal waits until it can be recorded.
+        stop.deferred = True
         if peers.is_first:
             OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
         with log_file(folder / "train.log" if peers.is_first else Path(os.devnull)):
@@ -94,6 +96,9 @@ def _recorded(folder: Path) -> Iterator[None]:
 def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
     error: BaseException | None = None
     try:
+        stop.deferred = False
+        if stop.received is not None:
+            raise Interrupted(stop.received)
         current.train()
     except BaseException as raised:
         error = raised

@@ -26,6 +26,17 @@ from fusedmlp.training.strategies import FSDP2Strategy, shard, synchronized
 _HOOKS_WITHIN_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
+class _never_at_an_end:  # noqa: N801 - a context; contextlib's would be a generator per step
+    """Lightning takes a StopIteration in a step for the end of the data, and would begin the endless data for ever."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, StopIteration):
+            raise RuntimeError("StopIteration in the model: next() of something that is empty") from error
+
+
 class LanguageModelTask(LightningModule):
     """Trains a model on next tokens.
 
@@ -129,7 +140,8 @@ class LanguageModelTask(LightningModule):
         if self._micro == 0:
             self.learning_rate = learning_rate(self.trainer.global_step, self.options)
             self.step.set_learning_rate(self.learning_rate)
-        samples, positions = self.capture.run(batch, self._micro)
+        with _never_at_an_end():
+            samples, positions = self.capture.run(batch, self._micro)
         if last and self.step.plain:
             # What Lightning's own call of the optimizer would count: trainer.global_step.
             self._optimizer_steps.increment_ready()
@@ -141,7 +153,8 @@ class LanguageModelTask(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch
-        self.val_metrics.add("val/loss", next_token_loss(self.model(inputs), targets), weight=len(inputs))
+        with _never_at_an_end():
+            self.val_metrics.add("val/loss", next_token_loss(self.model(inputs), targets), weight=len(inputs))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # The learning rate may live on the device: a checkpoint is the same with and without capture.

@@ -27,9 +27,13 @@ class Net(nn.Module):
         logits = self.head(self.mlp(self.embed(tokens)))
         if self.form == "last":
             return logits[:, -1]
-        return {"tensor": logits, "mapping": {"logits": logits, "loss": None}, "tuple": (logits, None), "text": "?"}[
-            self.form
-        ]
+        if self.form == "empty":
+            next(iter(()))
+        return {
+            "tensor": logits, "mapping": {"logits": logits, "loss": None}, "tuple": (logits, None), "text": "?",
+            "twice": torch.cat([logits, logits], 1), "nothing": logits[:, :0], "detached": logits.detach(),
+            "integers": logits.long(),
+        }[self.form]
 
 class Picture(nn.Module):
     def __init__(self):
@@ -99,6 +103,11 @@ def test_what_cannot_be_counted_is_not_known(package, caplog):
     assert "cannot be counted" in caplog.text
 
 
+def theirs(form):
+    """Runs a network that returns this."""
+    TorchModule("their_networks.Net", {"form": form}, context=8)(torch.zeros(1, 8).long())
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -118,6 +127,15 @@ def test_what_cannot_be_counted_is_not_known(package, caplog):
             lambda: TorchModule("their_networks.Net", {"classes": 10})(torch.zeros(1, 8).long()),
             ["(1, 8, 10)", "at least 256 classes"],
         ),
+        (lambda: theirs("twice"), ["(1, 16, 256)", "at most 8 positions"]),
+        (lambda: theirs("nothing"), ["(1, 0, 256)", "at most 8 positions"]),
+        (lambda: theirs("detached"), ["torch.float32 without a gradient", "not detached"]),
+        (lambda: theirs("integers"), ["torch.int64 without a gradient", "floating-point"]),
+        (lambda: TorchModule("torch.nn.LazyLinear", {"out_features": 256}), ["weight has no values", "lazy"]),
+        (
+            lambda: TorchModule("torch.nn.Linear", {"in_features": 8, "out_features": 256, "device": "meta"}),
+            ["weight has no values", "device=meta"],
+        ),
     ],
 )
 def test_what_is_wrong_is_said(package, build, words):
@@ -132,13 +150,20 @@ def test_sizes_that_do_not_fit_are_named():
         TorchModule("torch.nn.Identity", inputs="sound")
 
 
-def train_theirs(folder):
+def train_theirs(folder, *more):
     overrides = [override for override in (*TINY, *RANDOM_BYTES) if "num_layers" not in override]
     overrides += [
         f"data.cache_dir={folder.parent / 'cache'}", "model=torch_module", "model.target=their_networks.Net",
-        "+model.kwargs.width=${dim}", "model.context=8",
+        "+model.kwargs.width=${dim}", "model.context=8", *more,
     ]  # fmt: skip
     return run(config(*overrides), folder, overrides)[1]
+
+
+@fits
+def test_a_network_that_stops_an_iteration_fails_and_is_not_begun_anew_for_ever(package, tmp_path):
+    ending = train_theirs(tmp_path / "run", "+model.kwargs.form=empty")
+    assert (ending.status, ending.bug) == ("failed", True)
+    assert "StopIteration in the model" in ending.reason
 
 
 @fits

@@ -13,6 +13,7 @@ from fusedmlp import impl_names, unavailable
 from fusedmlp.errors import UserError
 from fusedmlp.training import checkpoint
 from fusedmlp.training.options import build
+from fusedmlp.training.result import Result
 from fusedmlp.training.task import LanguageModelTask
 
 pytestmark = fits
@@ -114,6 +115,18 @@ def test_a_signal_before_the_loop_stops_at_once(tmp_path, monkeypatch):
     ending = train(tmp_path / "run")
     assert (ending.status, ending.exit_code) == ("interrupted", 143)
     assert result(tmp_path / "run")["status"] == "interrupted"
+
+
+def test_a_signal_while_the_first_record_is_written_is_recorded(tmp_path, monkeypatch):
+    init = Result.__init__
+
+    def signalled(self, *arguments, **fields):
+        signal.raise_signal(signal.SIGINT)
+        init(self, *arguments, **fields)
+
+    monkeypatch.setattr(Result, "__init__", signalled)
+    assert train(tmp_path / "run").exit_code == 130
+    assert result(tmp_path / "run")["reason"] == "stopped by SIGINT"
 
 
 @pytest.fixture(scope="module")
