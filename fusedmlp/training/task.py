@@ -26,7 +26,7 @@ from fusedmlp.training.strategies import FSDP2Strategy, shard, synchronized
 _HOOKS_WITHIN_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
-class _never_at_an_end:  # noqa: N801 - a context; contextlib's would be a generator per step
+class _never_at_an_end:
     """Lightning takes a StopIteration in a step for the end of the data, and would begin the endless data for ever."""
 
     def __enter__(self) -> None:
