@@ -58,9 +58,10 @@ class Cell:
 
     def within(self) -> tuple[float, float] | None:
         """p10 and p90 of the steps within the run, in ms, where there is only one."""
-        if len(self.measured) != 1 or self.measured[0].speed.get("step_ms_p10") is None:
+        if len(self.measured) != 1:
             return None
-        return float(self.measured[0].speed["step_ms_p10"]), float(self.measured[0].speed["step_ms_p90"])
+        low, high = (self.measured[0].speed.get(name) for name in ("step_ms_p10", "step_ms_p90"))
+        return None if low is None or high is None else (float(low), float(high))
 
     def median(self, read: Callable[[Run], float | None]) -> float | None:
         values = [value for run in self.measured if (value := read(run)) is not None]
@@ -79,8 +80,11 @@ class Cell:
     @property
     def time_by_kind_ms(self) -> dict[str, float]:
         """Milliseconds of a step by kind of kernel, from a trace; empty without one."""
-        kinds = {kind: found["ms"] for kind, found in (self.trace.get("kinds") or {}).items()}
-        return self.trace.get("time_by_kind_ms") or kinds
+        kinds = {
+            kind: found.get("ms") for kind, found in self.trace.get("kinds", {}).items() if isinstance(found, dict)
+        }
+        found = self.trace.get("time_by_kind_ms") or kinds
+        return {kind: float(ms) for kind, ms in found.items() if isinstance(ms, int | float)}
 
     @property
     def captured(self) -> str | None:

@@ -55,7 +55,9 @@ class Run:
     @property
     def speed(self) -> dict[str, Any]:
         measured = self.fields.get("throughput") or {}
-        return {name: value for name, value in measured.items() if value is None or isinstance(value, int | float)}
+        numbers = {name: value for name, value in measured.items() if value is None or isinstance(value, int | float)}
+        # No step takes no time.
+        return {name: value for name, value in numbers.items() if "step_ms" not in name or (value or 0) > 0}
 
     @property
     def final_loss(self) -> tuple[str, float] | None:
@@ -199,6 +201,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _WITHIN: dict[str, dict[str, tuple[type, ...]]] = {
     "environment": {"gpu": (str,)}, "git": {"commit": (str,)}, "cuda_graph": {"captured": (bool,)},
+    "trace": {"sentence": (str,), **dict.fromkeys(("kinds", "time_by_kind_ms"), (dict,))},
 }  # fmt: skip
 _SECTIONS: dict[str, tuple[type, ...]] = dict.fromkeys(("model", "data", "trainer"), (dict,))
 

@@ -67,7 +67,8 @@ class Ledger:
             if not jobs:
                 raise ValueError("it lists no job")
             for job in jobs:
-                if not isinstance(job.overrides, list) or not isinstance(job.folder, str | None):
+                types = {"overrides": list, "folder": str | None, "status": str, "repeat": int, "index": int}
+                if not all(isinstance(getattr(job, name), kind) for name, kind in types.items()):
                     raise ValueError(f"job {job.index} is not as train.py writes it")
             return cls(folder, str(content["command"]), jobs)
         except OSError as error:

@@ -70,14 +70,14 @@ def find(trainer: Mapping[str, Any], environment: Mapping[str, str] = os.environ
     wanted = _local_devices(devices, trainer.get("accelerator"))
     if wanted is None or type(nodes) is not int or nodes < 1:
         return Place()
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    tasks = _count(environment, "SLURM_STEP_NUM_TASKS", 1)
     if tasks > 1 or nodes > 1:
         return _of_slurm(environment, tasks, wanted, devices, nodes)
     return Place() if wanted == 1 else Start(wanted, 0, wanted)
 
 
 def _only_one(environment: Mapping[str, str]) -> Place:
-    others = int(environment.get("WORLD_SIZE", "1")) if "RANK" in environment else 1
+    others = _count(environment, "WORLD_SIZE", 1) if "RANK" in environment else 1
     if others > 1:
         raise UserError(
             f"{others} processes were started for one run, and trainer=default trains on one device; choose "
@@ -87,14 +87,14 @@ def _only_one(environment: Mapping[str, str]) -> Place:
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> Place:
-    value = {name: int(environment[name]) for name in ("RANK", "WORLD_SIZE")}
+    rank, world_size = _count(environment, "RANK"), _count(environment, "WORLD_SIZE")
     return Place(
-        value["RANK"],
-        int(environment.get("LOCAL_RANK", value["RANK"])),
-        value["WORLD_SIZE"],
-        int(environment.get("LOCAL_WORLD_SIZE", value["WORLD_SIZE"])),
+        rank,
+        _count(environment, "LOCAL_RANK", rank),
+        world_size,
+        _count(environment, "LOCAL_WORLD_SIZE", world_size),
         environment.get("MASTER_ADDR", "127.0.0.1"),
-        int(environment.get("MASTER_PORT", "0")),
+        _count(environment, "MASTER_PORT", 0),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -105,20 +105,39 @@ def _of_slurm(environment: Mapping[str, str], tasks: int, wanted: int, devices: 
         raise UserError(
             f"trainer.num_nodes={nodes}: a process has to be started on every host; use torchrun or srun, see README"
         )
-    address = SLURMEnvironment.resolve_root_node_address(
-        environment.get("MASTER_ADDR") or environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"]
-    )
+    hosts_of_step = environment.get("MASTER_ADDR") or environment.get("SLURM_STEP_NODELIST")
+    address = SLURMEnvironment.resolve_root_node_address(hosts_of_step or _given(environment, "SLURM_NODELIST"))
     # Jobs that share a host have different numbers.
-    port = int(environment.get("MASTER_PORT") or 15000 + int(environment.get("SLURM_JOB_ID", "0")) % 40000)
-    hosts = int(environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or "1")
+    port = _count(environment, "MASTER_PORT", 15000 + _count(environment, "SLURM_JOB_ID", 0) % 40000)
+    hosts = _count(environment, "SLURM_STEP_NUM_NODES", _count(environment, "SLURM_NNODES", 1))
     if tasks == hosts and wanted > 1:
         if nodes != hosts:
             raise UserError(f"trainer.num_nodes={nodes}: Slurm runs this step on {hosts} hosts")
-        return Start(wanted, int(environment["SLURM_NODEID"]) * wanted, wanted * nodes, address, port)
-    place = Place(
-        int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"]), tasks, tasks // hosts, address, port
-    )
-    return _checked(place, devices, nodes)
+        return Start(wanted, _count(environment, "SLURM_NODEID") * wanted, wanted * nodes, address, port)
+    rank, local_rank = _count(environment, "SLURM_PROCID"), _count(environment, "SLURM_LOCALID")
+    return _checked(Place(rank, local_rank, tasks, tasks // hosts, address, port), devices, nodes)
+
+
+def _given(environment: Mapping[str, str], name: str) -> str:
+    if name not in environment:
+        raise UserError(
+            f"the environment looks like a step of Slurm (SLURM_STEP_NUM_TASKS) but has no {name}; start train.py with "
+            "srun, or unset what another job has left there"
+        )
+    return environment[name]
+
+
+def _count(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The number in a variable that torchrun or Slurm sets; empty counts as not set."""
+    if default is not None and not environment.get(name):
+        return default
+    text = _given(environment, name)
+    if not text.isdecimal():
+        raise UserError(
+            f"the environment variable {name}={text}: expected a number, as torchrun and srun set it; unset it to "
+            "train with one process"
+        )
+    return int(text)
 
 
 def _checked(place: Place, devices: Any, nodes: Any) -> Place:
