@@ -91,6 +91,21 @@ def test_names_that_no_file_and_no_font_takes_are_written_otherwise(tmp_path):
         assert r"caf\xdce9\x1b[31m" in (tmp_path / "out" / file).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"throughput": {"step_ms_median": 0, "step_ms_p10": 0, "step_ms_p90": 0, "tokens_per_s": 1.0}},
+        {"throughput": {"step_ms_median": 2.0, "step_ms_p10": 1.0}},
+        {"trace": {"sentence": 3, "kinds": True, "time_by_kind_ms": [1]}},
+        {"trace": {"kinds": {"GEMM": {"share": 1}, "GELU": 3, "softmax": {"ms": "1"}, "other": {"ms": 2.0}}}},
+    ],
+)
+def test_a_report_over_a_run_of_another_version(tmp_path, changes):
+    """What this version does not know is left out."""
+    write_run(tmp_path / "runs" / "one", result("native", **changes))
+    assert "completed" in render(build([tmp_path / "runs"]))
+
+
 @pytest.mark.parametrize(("name", "said"), [("none", "is no directory"), (".", "holds no run: neither result.json")])
 def test_a_directory_without_runs_is_refused(tmp_path, name, said):
     with raises(UserError, str(tmp_path / name), said):

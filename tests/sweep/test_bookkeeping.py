@@ -74,6 +74,8 @@ def test_another_attempt_gets_another_folder(tmp_path):
         ('{"command": "", "jobs": []}', "damaged"),
         ("[]", "damaged"),
         ('{"command": "", "jobs": [{"index": 0, "overrides": null}]}', "damaged"),
+        ('{"command": "", "jobs": [{"index": 0, "overrides": [], "status": null}]}', "damaged"),
+        ('{"command": "", "jobs": [{"index": 0, "overrides": [], "repeat": "1"}]}', "damaged"),
     ],
 )
 def test_a_directory_without_a_sweep_is_refused(tmp_path, text, words):

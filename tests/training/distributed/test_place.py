@@ -95,6 +95,21 @@ def test_what_does_not_fit_is_one_message(overrides, words):
         build("trainer", section, TrainerOptions)
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "two"}, ("WORLD_SIZE=two", "a number", "unset it")),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "http"}, ("MASTER_PORT=http", "a number")),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, ("a step of Slurm", "has no SLURM_NODELIST", "srun, or unset")),
+        ({"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "a"}, ("has no SLURM_PROCID",)),
+        ({"SLURM_STEP_NUM_TASKS": "2(x3)"}, ("SLURM_STEP_NUM_TASKS=2(x3)", "a number")),
+    ],
+)
+def test_what_another_job_left_in_the_environment_is_named(environment, words):
+    with raises(UserError, *words):
+        find({"strategy": "ddp", "devices": 2, "num_nodes": 1, "accelerator": "cpu"}, environment)
+
+
 def test_a_sweep_is_not_started_by_every_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with raises(UserError, "torchrun", "start train.py -m without"):
