@@ -73,6 +73,7 @@ class TextDataModule(LightningDataModule):
         self.cache_dir = cache_dir
         self._corpus: Corpus | None = None
         self._resume_at: int | None = None
+        self._ahead = 0
 
     @property
     def vocab_size(self) -> int:
@@ -182,14 +183,21 @@ class TextDataModule(LightningDataModule):
             return self._resume_at or 0
         # The gradients of an unfinished accumulation are not in a checkpoint: its micro-batches must be seen again.
         batches = _batch_progress(self.trainer)
-        return batches.total.processed - batches.current.processed % self.trainer.accumulate_grad_batches
+        return self._ahead + batches.total.processed - batches.current.processed % self.trainer.accumulate_grad_batches
 
     def _first_batch(self) -> int:
         if self.trainer is None:
             return self._resume_at or 0
-        first = _batch_progress(self.trainer).total.processed if self._resume_at is None else self._resume_at
-        self._resume_at = None
-        _rewind(self.trainer, first)
+        counted = _batch_progress(self.trainer).total.processed
+        if self._resume_at is None:
+            first = self._ahead + counted
+        else:
+            first, self._resume_at = self._resume_at, None
+            # The trainer counts as if this run had made all steps: with another accumulation that is another number.
+            options = getattr(self.trainer.lightning_module, "options", None)
+            counted = self.trainer.global_step * options.accumulate if options else first
+            self._ahead = first - counted
+        _rewind(self.trainer, counted)
         return first
 
     def _pin_memory(self) -> bool:
@@ -208,7 +216,7 @@ def _rewind(trainer: Trainer, first: int) -> None:
     """
     batches = _batch_progress(trainer)
     repeated = batches.total.processed - first
-    if repeated > 0 or batches.total.ready > batches.total.processed:
+    if repeated != 0 or batches.total.ready > batches.total.processed:
         for counter in (batches.total, batches.current):
             done = counter.processed - repeated
             counter.ready = counter.started = counter.processed = counter.completed = done

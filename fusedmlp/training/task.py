@@ -91,7 +91,15 @@ class LanguageModelTask(LightningModule):
             shard(self.model, strategy.device_mesh["data_parallel"], str(self.trainer.precision))
 
     def configure_optimizers(self) -> Optimizer:
-        return build_optimizer(self.model, self.options)
+        optimizer = build_optimizer(self.model, self.options)
+        self._chosen = [{name: group[name] for name in ("weight_decay", "betas")} for group in optimizer.param_groups]
+        return optimizer
+
+    def on_train_start(self) -> None:
+        # A checkpoint brings those of its own run along; what was given for this one holds.
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        for group, chosen in zip(optimizer.param_groups, self._chosen, strict=True):
+            group.update(chosen)
 
     def on_fit_start(self) -> None:
         world_size = getattr(self.trainer.strategy, "world_size", 1)

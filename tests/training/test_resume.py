@@ -203,6 +203,19 @@ def test_a_checkpoint_of_one_impl_goes_on_with_another(tmp_path, finished):
     assert list(curve(tmp_path / "run")) == [7, 8, 9]
 
 
+def test_what_is_given_anew_holds_and_steps_are_counted_as_before(tmp_path, finished):
+    """Another accumulation: validation and checkpoints still fall on the steps that they should."""
+    given = ("trainer.accumulate=2", "trainer.val_every=4", "trainer.weight_decay=0.3", "trainer.beta1=0.5")
+    assert train(tmp_path / "run", "trainer.max_steps=11", f"resume={finished}", *given).status == "completed"
+    assert list(curve(tmp_path / "run", "val/loss")) == [8, 11]
+    written = state(tmp_path / "run")
+    decays = [(group["weight_decay"], group["betas"]) for group in written["optimizer_states"][0]["param_groups"]]
+    assert decays == [(0.3, (0.5, 0.95)), (0.0, (0.5, 0.95))]
+    assert written["TextDataModule"]["consumed"] == 6 + 2 * 5
+    assert train(tmp_path / "on", "trainer.max_steps=12", f"resume={tmp_path / 'run'}", *given).status == "completed"
+    assert state(tmp_path / "on")["TextDataModule"]["consumed"] == 6 + 2 * 6
+
+
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_the_weights_have_the_same_names_and_shapes_in_every_impl(model):
     def shapes(impl):
