@@ -6,15 +6,21 @@ back in the parameters' dtypes; gelu and softmax keep the dtype of x (they compu
 for autocast to protect).
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor
 
 from fusedmlp import impls
 
 APPROXIMATE = ("none", "tanh")
+
+# Each call is one node of a graph that torch.fx traces; what is in it looks at tensors' values, which are not there.
+for _op in ("gelu", "softmax", "linear_gelu", "mlp"):
+    torch.fx.wrap(_op)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, impl: str = "auto") -> Tensor:
@@ -119,9 +125,13 @@ def _check_tensor(name: str, x: Any, module: Any) -> None:
     if devices is not None and x.device.type not in (*devices, "meta"):
         impl = module.__name__.rpartition(".")[2]
         raise ValueError(f"{name} is on {x.device}; impl={impl!r} accepts tensors on {' or '.join(devices)}")
-    if x.layout != torch.strided or x.is_nested:
-        layout = "torch.strided, nested" if x.layout == torch.strided else x.layout
-        raise TypeError(f"{name} has layout {layout}; accepted: torch.strided (a dense tensor)")
+    if x.layout is not torch.strided or x.is_nested:
+        raise _layout_error(name, x)
+
+
+def _layout_error(name: str, x: Tensor) -> TypeError:
+    layout = "torch.strided, nested" if x.layout == torch.strided else x.layout
+    return TypeError(f"{name} has layout {layout}; accepted: torch.strided (a dense tensor)")
 
 
 def _check_approximate(approximate: str) -> None:
@@ -129,7 +139,9 @@ def _check_approximate(approximate: str) -> None:
         raise ValueError(f'approximate={approximate!r} is unknown; accepted: "none" (erf) and "tanh"')
 
 
-def _positive_dim(dim: int, ndim: int) -> int:
+def _positive_dim(dim: Any, ndim: int) -> int:
+    if not isinstance(dim, int) and hasattr(dim, "__index__"):  # NumPy's integers
+        dim = operator.index(dim)
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"dim must be an int, got {dim!r}")
     # A tensor without dimensions takes 0 and -1, as in torch.
@@ -150,6 +162,8 @@ def _check_linear(x_name: str, x: Tensor, weight_name: str, weight: Any, bias_na
             raise TypeError(f"{name} is {tensor.dtype} and {x_name} is {x.dtype}; all tensors must have one dtype")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and {x_name} on {x.device}; all must be on one device")
+        if tensor.layout is not torch.strided:
+            raise _layout_error(name, tensor)
     if weight.ndim != 2:
         raise ValueError(f"{weight_name} must be (out_features, in_features), got shape {tuple(weight.shape)}")
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:

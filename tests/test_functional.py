@@ -26,6 +26,8 @@ w2, b2 = torch.ones(8, 16), torch.ones(8)
         (lambda: fn.linear_gelu(x, [[1.0]]), TypeError, ["weight must be a torch.Tensor", "list"]),
         (lambda: fn.linear_gelu(x, w.half()), TypeError, ["weight is torch.float16", "x is torch.float32"]),
         (lambda: fn.linear_gelu(x, w.to("meta")), ValueError, ["weight is on meta", "x on cpu"]),
+        (lambda: fn.linear_gelu(x, w.to_sparse()), TypeError, ["weight has layout torch.sparse_coo", "torch.strided"]),
+        (lambda: fn.mlp(x, w, b, w2.to_sparse(), b2), TypeError, ["weight2 has layout torch.sparse_coo"]),
         (lambda: fn.linear_gelu(x, w[0]), ValueError, ["weight must be (out_features, in_features)", "(8,)"]),
         (lambda: fn.linear_gelu(x[:, :7], w), ValueError, ["x has shape (4, 7)", "accepted: (..., 8)"]),
         (lambda: fn.linear_gelu(torch.tensor(1.0), w), ValueError, ["x has shape ()", "(..., 8)"]),
@@ -95,6 +97,11 @@ def test_a_tensor_without_dimensions(impl, device):
     scalar = torch.tensor(2.0, device=device)
     assert fn.softmax(scalar, -1, impl=impl) == 1.0
     torch.testing.assert_close(fn.gelu(scalar, impl=impl), torch.nn.functional.gelu(scalar))
+
+
+def test_a_dimension_may_be_an_integer_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    torch.testing.assert_close(fn.softmax(x, numpy.int64(0)), torch.softmax(x, 0))
 
 
 def test_autocast_leaves_float64_alone():

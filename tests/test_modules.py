@@ -103,6 +103,30 @@ def test_torch_jit_trace():
         torch.testing.assert_close(torch.jit.trace(mlp, x)(x), mlp(x))
 
 
+def test_torch_fx_sees_one_op_a_module(impl, device):
+    """As `nn.Linear` and `nn.Softmax` are one node each: feature extractors and quantisation trace like that."""
+    options = {"impl": impl, "device": device}
+    net = nn.Sequential(FusedLinearGeLU(8, 12, **options), FusedMLP(12, 16, 8, **options), TritonSoftmax(impl=impl))
+    traced = torch.fx.symbolic_trace(net)
+    assert sum(node.op == "call_function" for node in traced.graph.nodes) == 3
+    x = torch.randn(3, 8, device=device)
+    torch.testing.assert_close(traced(x), net(x))
+    with torch.no_grad():
+        traced.get_parameter("0.weight").mul_(2)
+    assert_gradients_agree(traced, net, x)
+
+
+def assert_gradients_agree(one, other, x):
+    for module in (one, other):
+        module.zero_grad()
+        module(x).square().sum().backward()
+        gradients = [p.grad.clone() for p in module.parameters()]
+        if module is one:
+            expected = gradients
+    assert gradients
+    torch.testing.assert_close(gradients, expected)
+
+
 def adapter(mlp):
     mlp.fc1, mlp.fc2 = Adapter(mlp.fc1), Adapter(mlp.fc2)
 

@@ -14,17 +14,44 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from fusedmlp import functional
 from fusedmlp.modules import FusedLinearGeLU, FusedMLP, TritonSoftmax, is_bare
+
+# As in `functional`: to torch.fx each is one node, with the parameters themselves as its arguments.
+for _op in ("_linear_gelu_op", "_mlp_op", "_softmax_op"):
+    torch.fx.wrap(_op)
+
+
+def _linear_gelu_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, approximate: str, impl: str
+) -> Tensor:
+    return functional.linear_gelu(x, weight.t() if transposed else weight, bias, approximate, impl=impl)
+
+
+def _mlp_op(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None,
+    transposed: tuple[bool, bool], approximate: str, impl: str,
+) -> Tensor:  # fmt: skip
+    weight1, weight2 = (w.t() if t else w for w, t in zip((weight1, weight2), transposed, strict=True))
+    return functional.mlp(x, weight1, bias1, weight2, bias2, approximate, impl=impl)
+
+
+def _softmax_op(x: Tensor, dim: int, impl: str) -> Tensor:
+    """What `nn.Softmax` gives: contiguous whatever the strides of x, and under autocast on a GPU computed in fp32."""
+    x = x.contiguous()
+    if x.is_cuda and x.dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
+        x = x.float()
+    return functional.softmax(x, dim, impl=impl)
 
 
 class FusedConv1DGeLU(FusedLinearGeLU):
     """As `FusedLinearGeLU`, for a weight that is stored (in_features, out_features)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear_gelu(x, self.weight.t(), self.bias, self.approximate, impl=self.impl)
+        return _linear_gelu_op(x, self.weight, self.bias, True, self.approximate, self.impl)
 
 
 def linear_gelu(module: nn.Module, transposed: bool, approximate: str, impl: str) -> type:
@@ -38,16 +65,10 @@ def linear_gelu(module: nn.Module, transposed: bool, approximate: str, impl: str
 
 
 class AdoptedSoftmax(TritonSoftmax):
-    """As `TritonSoftmax`, with what `nn.Softmax` does besides.
-
-    The result is contiguous whatever the strides of x, and under autocast on a GPU it computes and returns fp32.
-    """
+    """As `TritonSoftmax`, with what `nn.Softmax` does besides: see `_softmax_op`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        if x.is_cuda and x.dtype != torch.float64 and torch.is_autocast_enabled("cuda"):
-            x = x.float()
-        return super().forward(x)
+        return _softmax_op(x, self.dim, self.impl)
 
 
 def softmax(module: nn.Module, impl: str) -> type:
@@ -122,12 +143,10 @@ class _Adopted:
         if not _is(first, span.found[span.first]):
             act = functional.gelu(first(x), span.approximate, impl=span.impl)
             return second(_through(between, act))
-        weight1 = _weight(first, span.transposed[0])
-        if not _is(second, span.found[span.second]) or not all(map(_idle, between)):
-            act = functional.linear_gelu(x, weight1, first.bias, span.approximate, impl=span.impl)
-            return second(_through(between, act))
-        weight2 = _weight(second, span.transposed[1])
-        return functional.mlp(x, weight1, first.bias, weight2, second.bias, span.approximate, impl=span.impl)
+        options = span.approximate, span.impl
+        if not _is(second, span.found[span.second]) or not all(_idle(one, x) for one in between):
+            return second(_through(between, _linear_gelu_op(x, first.weight, first.bias, span.transposed[0], *options)))
+        return _mlp_op(x, first.weight, first.bias, second.weight, second.bias, span.transposed, *options)
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}, impl={self.impl!r}"
@@ -145,21 +164,17 @@ def _is(child: Any, found: Any) -> bool:
     return is_bare(child, found) if isinstance(found, type) else child == found
 
 
-def _idle(between: nn.Module) -> bool:
-    """Whether a dropout or identity does nothing at the moment."""
-    return is_bare(between, nn.Identity) or (
-        is_bare(between, nn.Dropout) and not (between.training and between.p > 0)  # type: ignore[operator]
-    )
+def _idle(between: Any, x: Any) -> bool:
+    """Whether a dropout or identity does nothing at the moment; a graph of torch.fx outlasts the moment."""
+    if is_bare(between, nn.Dropout):
+        return between.p == 0 or not (between.training or isinstance(x, torch.fx.Proxy))
+    return is_bare(between, nn.Identity)
 
 
 def _through(children: Iterable[Any], x: Tensor) -> Tensor:
     for child in children:
         x = child(x)
     return x
-
-
-def _weight(layer: Any, transposed: bool) -> Tensor:
-    return layer.weight.t() if transposed else layer.weight
 
 
 # Classes whose `__init_subclass__` does nothing to the subclass.

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from replace.models import Adapter, D, FunctionAttribute, H, Mlp
+from replace.models import Adapter, Conv1D, D, FunctionAttribute, H, Mlp
 from torch import nn
 
 from fusedmlp import replace_modules
@@ -105,3 +105,26 @@ def test_a_softmax_is_no_activation_and_its_result_is_contiguous():
     assert (len(report), report.left) == (1, [])
     x = torch.randn(4, 3, D).transpose(0, 1)
     assert model[1](x).stride() == nn.Softmax(-1)(x).stride()
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Mlp(drop=0.5), plain, lambda: Mlp(norm=nn.LayerNorm(H)), lambda: Mlp(linear=Conv1D)]
+)
+def test_torch_fx_traces_what_was_replaced(build):
+    """The graph follows the parameters, and its dropouts drop in training, whenever it was traced."""
+    model = nn.Sequential(build(), nn.Softmax(-1)).eval()
+    twin, x = copy.deepcopy(model), torch.randn(64, D)
+    assert len(replace_modules(model, impl="manual")) == 2
+    traced = torch.fx.symbolic_trace(model)
+    for one in (traced, twin):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(1.5)
+        one.train()
+    results = []
+    for one in (traced, twin):
+        torch.manual_seed(0)
+        y = one(x)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in one.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
