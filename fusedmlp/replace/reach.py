@@ -79,7 +79,9 @@ class Reach:
                 return {(node.attr, 0)}
             return {(child, down + 1) for child, down in self._parts(node.value)}
         if isinstance(node, ast.Subscript):
-            return {(child, down + 1) for child, down in self._parts(node.value)}
+            parts = self._parts(node.value)
+            # A slice is a container of the same parts.
+            return parts if isinstance(node.slice, ast.Slice) else {(child, down + 1) for child, down in parts}
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute) and node.func.attr in _CHILDREN:
                 return self._parts(node.func.value)

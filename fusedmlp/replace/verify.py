@@ -5,7 +5,9 @@ those of the old one plus a rounding band, for every output and every gradient.
 """
 
 import copy
-from collections.abc import Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -26,13 +28,13 @@ class Snapshot:
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> "Snapshot":
         """Raises: whatever the model raises for the batch."""
-        exact = _results(copy.deepcopy(model).double(), _cast(batch))
-        return cls(_results(model, batch), exact)
+        own = _results(copy.deepcopy(model), batch)
+        return cls(own, _results(copy.deepcopy(model).double(), _mapped(_widened, batch)))
 
     def difference(self, model: nn.Module, batch: Any) -> str | None:
         """What the model gives otherwise now, in words; None if it agrees."""
         try:
-            got = _results(model, batch)
+            got = _results(copy.deepcopy(model), batch)
         except Exception as error:  # whatever it is, the model did not raise it before
             return f"the model raises {type(error).__name__} now: {str(error).strip().partition(chr(10))[0]}"
         if got.keys() != self.own.keys():
@@ -62,18 +64,18 @@ def _size(t: Tensor) -> float:
     return t.abs().max().item() if t.numel() else 0.0
 
 
-def _results(model: nn.Module, batch: Any) -> Results:
+def _results(twin: nn.Module, batch: Any) -> Results:
     """Outputs and, where there are any, gradients of the parameters, from random incoming gradients.
 
-    The model's own gradients, buffers and random numbers are left as they were.
+    `twin` is a copy that nobody else uses: a call may change buffers, fill caches (with tensors of a graph that is gone
+    afterwards) and count. The batch is copied too, and random numbers are left as they were.
     """
-    with _unchanged(model), torch.random.fork_rng(devices=_gpus(model)), torch.enable_grad():
-        torch.manual_seed(0)  # the same dropouts every time
-        outputs = dict(_tensors("output", _call(model, batch)))
+    with _same_random_numbers(twin), torch.enable_grad():
+        outputs = dict(_tensors("output", _call(twin, _mapped(Tensor.clone, batch))))
         generator = torch.Generator().manual_seed(0)
         differentiable = [t for t in outputs.values() if t.requires_grad]
         incoming = [torch.randn(t.shape, generator=generator, dtype=torch.float32).to(t) for t in differentiable]
-        trained = {f"gradient of {n}": p for n, p in model.named_parameters() if p.requires_grad}
+        trained = {f"gradient of {n}": p for n, p in twin.named_parameters() if p.requires_grad}
         gradients: tuple[Tensor | None, ...] = (None,) * len(trained)
         if differentiable and trained:
             gradients = torch.autograd.grad(differentiable, list(trained.values()), incoming, allow_unused=True)
@@ -101,25 +103,33 @@ def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
     return [pair for key, item in items for pair in _tensors(f"{name}.{key}", item)]
 
 
-def _cast(batch: Any) -> Any:
+def _mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The batch with `function` of each of its tensors."""
     if isinstance(batch, Tensor):
-        return batch.double() if batch.is_floating_point() else batch
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {key: _cast(value) for key, value in batch.items()}
-    return tuple(map(_cast, batch)) if isinstance(batch, tuple | list) else batch
+        return {key: _mapped(function, value) for key, value in batch.items()}
+    return tuple(_mapped(function, one) for one in batch) if isinstance(batch, tuple | list) else batch
 
 
-def _gpus(model: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Any:
-    """Puts buffers back, which batch norms and the like update."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                buffer.copy_(values)
+def _same_random_numbers(model: nn.Module) -> Iterator[None]:
+    """The same dropouts, masks and skipped layers every time; all generators are put back, PyTorch's and others."""
+    gpus = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(0)
+        random.seed(0)
+        if numpy is not None:
+            numpy.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.random.set_state(states[1])

@@ -116,6 +116,21 @@ class Nested(Parts):
         return torch.stack([layer(x) for stage in self.stages for layer in stage])
 
 
+class Sliced(Parts):
+    def forward(self, x):
+        found = [x]
+        for layer in self.net[1:]:
+            found.append(layer(found[-1]))
+        return torch.cat(found, 1)
+
+
+class SlicedInALoop(Parts):
+    def forward(self, x):
+        for block in self.blocks[:1]:
+            x = block(x) + block.fc1(x).mean()
+        return x
+
+
 class InALoop(Parts):
     def forward(self, x):
         for block in self.blocks:
@@ -134,7 +149,9 @@ class Checkpointed(Parts):
         return self.blocks[0](x) + checkpoint(self.blocks[0].fc1, x, use_reentrant=False).mean()
 
 
-@pytest.mark.parametrize("cls", [Iterated, Numbered, Nested, InALoop, UnderAnotherName, Checkpointed])
+@pytest.mark.parametrize(
+    "cls", [Iterated, Numbered, Nested, Sliced, SlicedInALoop, InALoop, UnderAnotherName, Checkpointed]
+)
 def test_what_is_taken_in_parts_is_left(cls):
     model, x = cls(), torch.randn(3, D)
     expected = model(x)
@@ -149,7 +166,7 @@ class Whole(Parts):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
-        for stage in self.stages:
+        for stage in self.stages[: len(self.stages)]:
             x = stage(x)
         for parameter in self.net.parameters():
             x = x + 0 * parameter.sum()

@@ -1,0 +1,88 @@
+"""`verify=True` with models that a call changes: the comparison must not see it, and the model must not keep it."""
+# ruff: noqa: NPY002 - models in use draw from NumPy's global generator
+
+import random
+
+import numpy
+import pytest
+import torch
+from replace.models import D, Mlp
+from torch import nn
+
+from fusedmlp import replace_modules
+
+
+class Caching(nn.Module):
+    """In eval it keeps what it has computed from a parameter, as vision models do with position biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.bias, self.cache = Mlp(), nn.Parameter(torch.randn(2 * D)), {}
+
+    def forward(self, x):
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.bias[::2] * 2
+        return self.mlp(x) + self.cache["bias"]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.calls = Mlp(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.mlp(x) * self.calls
+
+
+class Writing(nn.Module):
+    """It writes to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x):
+        return self.mlp(x.mul_(2))
+
+
+class Renewing(nn.Module):
+    """It puts another buffer in the place of the one that was there."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, x):
+        if self.table.numel() != len(x):
+            self.table = torch.arange(len(x), dtype=x.dtype)
+        return self.mlp(x) + self.table[:, None]
+
+
+class Masking(nn.Module):
+    """Its random numbers are Python's and NumPy's, as those of speech models in training are."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x):
+        return self.mlp(x) * random.random() + float(numpy.random.rand())
+
+
+@pytest.mark.parametrize("cls", [Caching, Counting, Writing, Renewing, Masking])
+def test_what_a_call_changes_is_no_difference_and_does_not_stay(cls):
+    torch.manual_seed(0)
+    model, x = cls(), torch.randn(5, D, dtype=torch.float64)
+    model.double()
+    given, numbers = x.clone(), (random.getstate(), numpy.random.get_state()[1].tolist())
+    before = {name: value for name, value in vars(model).items() if name[0] != "_"}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    report = replace_modules(model, impl="manual", verify=True, batch=x)
+    assert report.verified, report
+    assert torch.equal(x, given)
+    assert {name: value for name, value in vars(model).items() if name[0] != "_"} == before
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
+    assert numbers == (random.getstate(), numpy.random.get_state()[1].tolist())
+    model(x).sum().backward()
