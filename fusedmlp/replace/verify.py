@@ -27,14 +27,14 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> "Snapshot":
-        """Raises: whatever the model raises for the batch."""
-        own = _results(copy.deepcopy(model), batch)
-        return cls(own, _results(copy.deepcopy(model).double(), _mapped(_widened, batch)))
+        """Raises: whatever the model raises for the batch; RuntimeError if it cannot be copied."""
+        own = _results(_copy(model), batch)
+        return cls(own, _results(_copy(model).double(), _mapped(_widened, batch)))
 
     def difference(self, model: nn.Module, batch: Any) -> str | None:
         """What the model gives otherwise now, in words; None if it agrees."""
         try:
-            got = _results(copy.deepcopy(model), batch)
+            got = _results(_copy(model), batch)
         except Exception as error:  # whatever it is, the model did not raise it before
             return f"the model raises {type(error).__name__} now: {str(error).strip().partition(chr(10))[0]}"
         if got.keys() != self.own.keys():
@@ -81,6 +81,15 @@ def _results(twin: nn.Module, batch: Any) -> Results:
             gradients = torch.autograd.grad(differentiable, list(trained.values()), incoming, allow_unused=True)
         named = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
         return {name: t.detach().clone() for name, t in (outputs | named).items()}
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise RuntimeError(
+            f"verify=True calls copies of the model, and copy.deepcopy fails: {error}; use verify=False"
+        ) from error
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from fusedmlp import impls
-from fusedmlp.replace import adopted, flow, layers, reach
+from fusedmlp.replace import adopted, flow, layers, reach, undo
 from fusedmlp.replace.adopted import OURS, Span
 from fusedmlp.replace.flow import Flow
 from fusedmlp.replace.layers import LinearLayer
 from fusedmlp.replace.report import Left, Replaced, Replacement
+from fusedmlp.replace.undo import kind
 
 
 class Walk:
@@ -62,7 +63,7 @@ class Walk:
             self._leave(name, "Softmax", reason)
         else:
             before = adopted.softmax(module, self.impl)
-            self._undo_class(name, module, before, ["impl"])
+            self._restorable(undo.class_change(name, module, before, ["impl"]))
             self._done(name, "Softmax", "softmax")
 
     def _mlp(self, name: str, module: nn.Module, method: str, chain: list[str]) -> None:
@@ -83,7 +84,7 @@ class Walk:
         weights = children[first].weight, children[second].weight  # type: ignore[union-attr]
         if weights[0].dtype != weights[1].dtype or weights[0].device != weights[1].device:
             return
-        if not adopted.can_change_class(module):
+        if not adopted.can_change_class(module) or method in vars(module):
             return
         approximate = layers.gelu(children[first + 1])
         assert approximate is not None
@@ -93,7 +94,7 @@ class Walk:
         )  # fmt: skip
         what = type(module).__name__
         before = adopted.mlp(module, method, span)
-        self._undo_class(name, module, before, ["_fused", "_replaced"])
+        self._restorable(undo.class_change(name, module, before, ["_fused", "_replaced"], method))
         self.handled.add(id(children[first + 1]))
         where = "" if method == "forward" else f".{method}"
         names = f"{chain[first]}, {chain[first + 1]}, {chain[second]}"
@@ -117,7 +118,7 @@ class Walk:
             act = getattr(module, act_name, None)
             approximate = None if isinstance(act, nn.Linear) else layers.gelu(act)
             path = f"{name}.{firsts[0]}" if name else firsts[0]
-            what = f"{_kind(getattr(module, firsts[0], None))} and {_kind(act)}"
+            what = f"{kind(getattr(module, firsts[0], None))} and {kind(act)}"
             if approximate is None:
                 if self._looks_linear(module, firsts) and (layers.is_activation(act) or _named_gelu(act)):
                     self._leave(path, what, self._why_not_gelu(act))
@@ -135,7 +136,7 @@ class Walk:
             path = f"{name}.{first}" if name else first
             if isinstance(layers.linear(getattr(module, first, None)), LinearLayer):
                 why = f"the GELU is a call of {function} in {type(module).__name__}, not a module that can be replaced"
-                self._leave(path, f"{_kind(getattr(module, first))} and {function}", why)
+                self._leave(path, f"{kind(getattr(module, first))} and {function}", why)
 
     @staticmethod
     def _looks_linear(module: nn.Module, names: list[str]) -> bool:
@@ -146,7 +147,7 @@ class Walk:
     def _why_not_gelu(act: Any) -> str:
         if isinstance(act, nn.Module) and (reason := layers.hooked(act)) is not None:
             return reason
-        return f"{_kind(act)} is not GELU"
+        return f"{kind(act)} is not GELU"
 
     def _why_no_pair(self, name: str, module: nn.Module, found: Flow, act: str, firsts: list[str]) -> str | None:
         sequential = type(module).forward is nn.Sequential.forward
@@ -157,14 +158,13 @@ class Walk:
                 return f"the result of {firsts[0]} goes elsewhere in {type(module).__name__} too"
         for first in firsts:
             layer = getattr(module, first, None)
-            kind = layers.linear(layer)
-            if isinstance(kind, str):
-                return kind
+            if isinstance(why := layers.linear(layer), str):
+                return why
             assert isinstance(layer, nn.Module)
             if self.uses[id(layer)] != 1:
                 return f"{first} is used in {self.uses[id(layer)]} places"
             if (taken := adopted.own_name(layer)) is not None:
-                return f"{_kind(layer)} has an attribute {taken} of its own"
+                return f"{kind(layer)} has an attribute {taken} of its own"
             if layer.weight.dtype not in self.dtypes:
                 return f"impl={self.impl} does not compute in {layer.weight.dtype}"
             if (user := self._taken_from_outside(name, first, act)) is not None:
@@ -180,42 +180,25 @@ class Walk:
 
     def _linear_gelu(self, name: str, module: nn.Module, first: str, approximate: str) -> None:
         layer = getattr(module, first)
-        kind = layers.linear(layer)
-        assert isinstance(kind, LinearLayer)
-        what = f"{_kind(layer)} and GELU"
+        found = layers.linear(layer)
+        assert isinstance(found, LinearLayer)
+        what = f"{kind(layer)} and GELU"
         known = set(vars(layer))
-        before = adopted.linear_gelu(layer, kind.transposed, approximate, self.impl)
+        before = adopted.linear_gelu(layer, found.transposed, approximate, self.impl)
         path = f"{name}.{first}" if name else first
-        self._undo_class(path, layer, before, sorted(set(vars(layer)) - known))
+        self._restorable(undo.class_change(path, layer, before, sorted(set(vars(layer)) - known)))
         self._done(path, what, "FusedLinearGeLU")
 
     def _silence(self, name: str, module: nn.Module, act_name: str) -> None:
         """Puts an identity in the place of an activation, which is done before it."""
-        act = getattr(module, act_name)
-        is_module, is_own = act_name in module._modules, act_name in vars(module)
-        silent = nn.Identity().train(module.training) if is_module else _identity
-        setattr(module, act_name, silent)
-
-        def obstacle() -> str | None:
-            now = getattr(module, act_name, None)
-            path = f"{name}.{act_name}" if name else act_name
-            return None if now is silent else f"{path} has become a {_kind(now)} since"
-
-        def undo() -> None:
-            if isinstance(act, nn.Module):
-                act.train(module.training)
-            if not is_module:
-                delattr(module, act_name)
-            # A method, or a function of the class, is found there again.
-            if is_module or is_own:
-                setattr(module, act_name, act)
-
-        self.report._obstacles.append(obstacle)
-        self.report._undo.append(undo)
+        path = f"{name}.{act_name}" if name else act_name
+        self._restorable(undo.silence(path, module, act_name))
 
     def _what_else(self) -> None:
-        """Reports the GELUs of which nothing was said yet."""
+        """Reports the GELUs of which nothing was said yet, and what runs with another implementation already."""
         for name, module in self.modules.items():
+            if isinstance(module, OURS) and module.impl != self.impl:
+                self._leave(name, type(module).__name__, f"it runs with impl={module.impl!r} already; set its impl")
             if id(module) in self.handled or not (type(module) is nn.GELU or _named_gelu(module)):
                 continue
             if not module._modules and name and not any(True for _ in module.parameters()):
@@ -226,20 +209,10 @@ class Walk:
                 why = unreadable or f"{type(parent).__name__} does not apply it to the result of a linear layer alone"
                 self._leave(name, type(module).__name__, why)
 
-    def _undo_class(self, name: str, module: nn.Module, before: type, attributes: list[str]) -> None:
-        now = type(module)
-
-        def obstacle() -> str | None:
-            changed = type(module) is not now
-            return f"{name or 'the model'} has become a {type(module).__name__} since" if changed else None
-
-        def undo() -> None:
-            module.__class__ = before
-            for attribute in attributes:
-                vars(module).pop(attribute, None)
-
+    def _restorable(self, way: tuple[undo.Obstacle, undo.Undo]) -> None:
+        obstacle, back = way
         self.report._obstacles.append(obstacle)
-        self.report._undo.append(undo)
+        self.report._undo.append(back)
 
     def _done(self, name: str, what: str, by: str) -> None:
         self.report.replaced.append(Replaced(name, what, f"{by}(impl={self.impl!r})"))
@@ -248,13 +221,5 @@ class Walk:
         self.report.left.append(Left(name, what, why))
 
 
-def _identity(x: Any) -> Any:
-    return x
-
-
-def _kind(thing: Any) -> str:
-    return type(thing).__name__ if isinstance(thing, nn.Module) else getattr(thing, "__name__", type(thing).__name__)
-
-
 def _named_gelu(module: Any) -> bool:
-    return "gelu" in _kind(module).lower()
+    return "gelu" in kind(module).lower()

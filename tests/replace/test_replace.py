@@ -1,6 +1,7 @@
 """replace_modules: what is found, that nothing but the computation changes, and that it can be undone."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -273,6 +274,32 @@ def test_restore_refuses_what_was_wrapped_since():
     model.__class__ = type("Wrapped", (type(model),), {})
     with raises(RuntimeError, "has become a Wrapped"):
         report.restore()
+
+
+@pytest.mark.parametrize("name", ["0", "1.fc1", "3"])
+def test_restore_refuses_where_forward_was_wrapped_on_the_instance(name):
+    """As libraries do that move a module's arguments between devices: it holds on to the method of our class."""
+    model, x = nn.Sequential(Mlp(), Inline(), sequential(), nn.Softmax(-1)).eval(), batch()
+    expected = model(x)
+    report = replace_modules(model, impl="native")
+    module = model.get_submodule(name)
+    module.forward = functools.partial(lambda forward, *args: forward(*args), module.forward)
+    with raises(RuntimeError, f"the forward of {name} has been replaced on the instance"):
+        report.restore()
+    torch.testing.assert_close(model(x), expected)
+    del module.forward
+    report.restore()
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_what_runs_with_another_implementation_is_reported():
+    model = nn.Sequential(Mlp(), nn.Softmax(-1))
+    replace_modules(model, impl="native")
+    second = replace_modules(model, impl="manual")
+    assert len(second) == 0
+    assert [(one.name, one.why.partition(" already")[0]) for one in second.left] == [
+        ("0", "it runs with impl='native'"), ("1", "it runs with impl='native'"),
+    ]  # fmt: skip
 
 
 def test_the_report_reads():

@@ -6,6 +6,7 @@ import random
 import numpy
 import pytest
 import torch
+from conftest import raises
 from replace.models import D, Mlp
 from torch import nn
 
@@ -86,3 +87,11 @@ def test_what_a_call_changes_is_no_difference_and_does_not_stay(cls):
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
     assert numbers == (random.getstate(), numpy.random.get_state()[1].tolist())
     model(x).sum().backward()
+
+
+def test_a_model_that_cannot_be_copied_says_so():
+    model, x = Mlp(), torch.randn(3, D)
+    model.auxiliary_loss = model(x).sum()
+    with raises(RuntimeError, "verify=True", "verify=False"):
+        replace_modules(model, impl="native", verify=True, batch=x)
+    assert type(model) is Mlp
