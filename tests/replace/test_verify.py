@@ -10,6 +10,7 @@ from conftest import raises
 from replace.models import D, Mlp
 from torch import nn
 
+import fusedmlp
 from fusedmlp import replace_modules
 
 
@@ -87,6 +88,32 @@ def test_what_a_call_changes_is_no_difference_and_does_not_stay(cls):
     torch.testing.assert_close(dict(model.state_dict()), state, rtol=0, atol=0)
     assert numbers == (random.getstate(), numpy.random.get_state()[1].tolist())
     model(x).sum().backward()
+
+
+class Masked(nn.Module):
+    """Scores of -inf, or the smallest number there is; a NaN; and gradients that are NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.scale = Mlp(), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        y = self.mlp(x)
+        low = torch.full_like(y[:, :1], torch.finfo(y.dtype).min)
+        masked = torch.cat([y, low, torch.full_like(low, -torch.inf), torch.full_like(low, torch.nan)], 1)
+        return masked, (self.scale * torch.tensor([1, torch.nan, torch.inf]).to(y)).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_values_that_are_not_finite_are_compared_with_themselves(dtype, monkeypatch):
+    model, x = Masked().to(dtype), torch.randn(5, D, dtype=dtype)
+    report = replace_modules(model, impl="manual", verify=True, batch=x)
+    assert report.verified, report
+    report.restore()
+    right = fusedmlp.functional.mlp
+    for wrong in (lambda y: y * 1.01, lambda y: y.masked_fill(y == y.max(), torch.nan)):
+        monkeypatch.setattr(fusedmlp.functional, "mlp", lambda *args, wrong=wrong, **kw: wrong(right(*args, **kw)))
+        assert replace_modules(model, impl="manual", verify=True, batch=x).verified is False
 
 
 def test_a_model_that_cannot_be_copied_says_so():
