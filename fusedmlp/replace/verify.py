@@ -27,9 +27,14 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: nn.Module, batch: Any) -> "Snapshot":
-        """Raises: whatever the model raises for the batch; RuntimeError if it cannot be copied."""
+        """Raises: whatever the model raises for the batch; RuntimeError if it cannot be copied or run in float64."""
         own = _results(_copy(model), batch)
-        exact = _results(_copy(model).double(), _mapped(_widened, batch))
+        try:
+            exact = _results(_copy(model).double(), _mapped(_widened, batch))
+        except Exception as error:
+            raise RuntimeError(
+                f"verify=True compares with the model in float64, where it fails: {error}; use verify=False"
+            ) from error
         return cls(own, {name: _within(t, own[name].dtype) if name in own else t for name, t in exact.items()})
 
     def difference(self, model: nn.Module, batch: Any) -> str | None:

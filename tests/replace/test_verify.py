@@ -122,3 +122,14 @@ def test_a_model_that_cannot_be_copied_says_so():
     with raises(RuntimeError, "verify=True", "verify=False"):
         replace_modules(model, impl="native", verify=True, batch=x)
     assert type(model) is Mlp
+
+
+def test_a_model_that_does_not_run_in_float64_says_so():
+    class Single(Mlp):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    model = Single()
+    with raises(RuntimeError, "verify=True", "float64", "same dtype", "verify=False"):
+        replace_modules(model, impl="native", verify=True, batch=torch.randn(3, D))
+    assert type(model) is Single
