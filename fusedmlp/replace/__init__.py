@@ -35,11 +35,13 @@ def replace_modules(model: nn.Module, impl: str = "auto", verify: bool = False, 
     Args:
         model: any module; models compiled with `torch.compile` or wrapped for several GPUs: replace first, wrap then.
         impl: one of `fusedmlp.impl_names()`.
-        verify: compute outputs and gradients on `batch` before and after, and undo everything if they disagree.
+        verify: compute outputs and gradients on `batch` before and after, with copies of the model (one of them in
+            float64), and undo everything if they disagree.
         batch: what the model is called with: a tensor, a tuple of arguments or a dictionary of keyword arguments.
     Returns: a report: what was replaced by what, what was left and why. Its `restore()` undoes everything.
     Raises: TypeError for what is not a module; ValueError for an unknown impl, or `verify` without a batch;
-        RuntimeError, with the reason, if impl cannot run here.
+        RuntimeError, with the reason, if impl cannot run here, or if `verify` cannot copy the model or run it in
+        float64; whatever the model itself raises for the batch.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
