@@ -61,14 +61,16 @@ def of(module: nn.Module) -> Flow:
     """The flow of a module's class; a sequential's comes from its children."""
     if type(module).forward is nn.Sequential.forward:
         names = list(module._modules)
-        return Flow(chains={"forward": names}, pairs=list(itertools.pairwise(names)))
+        own = of_class(type(module), nn.Sequential)  # type: ignore[arg-type]
+        return Flow({"forward": names}, list(itertools.pairwise(names)), outside=own.outside, opened=own.opened)
     return of_class(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
-def of_class(cls: type) -> Flow:
+def of_class(cls: type, above: type = nn.Module) -> Flow:
+    """What the methods that classes below `above` define do."""
     flow = Flow()
-    for name, function in _methods(cls):
+    for name, function in _methods(cls, above):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         except (OSError, TypeError, SyntaxError, IndexError):
@@ -80,14 +82,15 @@ def of_class(cls: type) -> Flow:
     return flow
 
 
-def _methods(cls: type) -> list[tuple[str, FunctionType]]:
-    """All functions that classes below nn.Module define, overridden ones too; construction aside."""
+def _methods(cls: type, above: type) -> list[tuple[str, FunctionType]]:
+    """All functions that classes below `above` define, overridden ones and properties too; construction aside."""
     return [
-        (name, inspect.unwrap(value))
+        (name, inspect.unwrap(function))
         for base in cls.__mro__
-        if base not in nn.Module.__mro__ and not base.__module__.startswith("fusedmlp.replace")
+        if base not in above.__mro__ and not base.__module__.startswith("fusedmlp.replace")
         for name, value in vars(base).items()
-        if isinstance(value, FunctionType) and not (name.startswith("__") and name != "__call__")
+        for function in [value.fget if isinstance(value, property) else getattr(value, "func", value)]
+        if isinstance(function, FunctionType) and not (name.startswith("__") and name != "__call__")
     ]
 
 
