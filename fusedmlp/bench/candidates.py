@@ -15,8 +15,12 @@ from fusedmlp.bench.clock import Function
 Tensors = dict[str, Tensor | None]
 Op = Callable[..., Tensor]
 
-# Other libraries' ops with the same mathematics: name -> op -> (package, module, function).
+# Other libraries' ops with the same mathematics: name -> op, or op and kind of GELU -> (package, module, function).
 PEERS = {
+    "cublaslt": {
+        "linear_gelu tanh": ("nvmath", "fusedmlp.bench.cublaslt", "linear_gelu"),
+        "mlp tanh": ("nvmath", "fusedmlp.bench.cublaslt", "mlp"),
+    },
     "liger": {"softmax": ("liger_kernel", "liger_kernel.transformers.functional", "liger_softmax")},
     "quack": {"softmax": ("quack", "quack.softmax", "softmax")},
 }
@@ -30,7 +34,8 @@ def impl_op(impl: str, case: Case) -> Op:
 
 def peer_op(peer: str, case: Case) -> Op | None:
     """A peer's function of the case's tensors; None where it has no such op or is not installed."""
-    package, module, name = PEERS[peer].get(case.op, ("", "", ""))
+    ops = PEERS[peer]
+    package, module, name = ops.get(case.op) or ops.get(f"{case.op} {case.approximate}") or ("", "", "")
     if not package or importlib.util.find_spec(package) is None:
         return None
     return getattr(importlib.import_module(module), name)

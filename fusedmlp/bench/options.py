@@ -54,7 +54,8 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         raise UserError(f"--size must be at least 1, and at most {2**24}")
     peers = [name for name in PEERS if installed(name)] if args.peers else []
     if args.peers and not peers:
-        raise UserError("--peers: none is installed; pip install liger-kernel quack-kernels, or leave the flag out")
+        names = "liger-kernel quack-kernels nvmath-python[cu13]"
+        raise UserError(f"--peers: none is installed; pip install {names}, or leave the flag out")
     pace = Pace(args.rounds, args.settle if device.type == "cuda" else 0.0, args.rep, not args.warm, args.seed)
     out = args.out or Path("profiles/runs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-bench")
     return Options(
