@@ -4,7 +4,6 @@ Same model, seed, data, optimizer, clipping and schedule; no metrics, no checkpo
 it. Captured, it is the usual recipe: one graph of the whole step, the batch copied in before each replay.
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions, build
 from fusedmlp.training.step import next_token_loss
+from fusedmlp.training.throughput import Durations, StepClock
 
 WARMUP_STEPS = 3
 
@@ -47,20 +47,17 @@ class BareLoop:
 
     def run(self, steps: int, losses: list[Tensor] | None = None) -> list[float]:
         """Milliseconds of each step; `losses` receives theirs."""
-        marks = [self._mark()]
+        clock = StepClock(self.device)
+        clock.resume()
         for _ in range(steps):
             self._replay() if self.graph else self._eager()
             if losses is not None:
                 assert self.loss is not None
                 losses.append(self.loss.detach().clone())
-            marks.append(self._mark())
-        torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
-
-    def _mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            clock.tick()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return Durations.of(clock.take()).step_ms
 
     def _rate(self) -> float:
         rate = learning_rate(self.step_number, self.options)

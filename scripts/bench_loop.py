@@ -1,14 +1,14 @@
 """Our training loop against a bare one, step capture, and what logging costs, on this machine's GPU.
 
     python scripts/bench_loop.py --out profiles/records/2026-01-01-loop
-    python scripts/bench_loop.py --out DIR --parts overhead --dims 512 --repeats 5
+    python scripts/bench_loop.py --out DIR --parts overhead --dims 512 --turns 20
     python scripts/bench_loop.py --out DIR --parts lecture losses --impls native compiled
 
 Parts: overhead (ours against the loop of bare_loop.py, eager and captured), logging (every step against never), lecture
 (every impl captured, beside its limits), losses (captured against not, same seed). All on experiment=lecture: 64 x
-Linear+GELU, batch 1024, bf16. Candidates take turns, all of them in every repeat, in one process; what they leave on
-the GPU, in TorchDynamo and in the garbage is cleared between runs. A correctness gate comes first: both loops, captured
-and not, must have the same losses. Writes loop.json, loop.md and losses.png; exit code 1 if the gate or a part fails.
+Linear+GELU, batch 1024, bf16. Candidates take turns in one process; what they leave on the GPU, in TorchDynamo and in
+the garbage is cleared between runs. A correctness gate comes first: both loops, captured and not, must have the same
+losses. Writes loop.json, loop.md and losses.png; exit code 1 if the gate or a part fails.
 """
 
 import argparse
@@ -21,15 +21,16 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from arguments import at_least, needs_gpu
 from bare_loop import BareLoop, gemms_alone, optimizer_alone
 from gate_loop import gate
 from hydra import compose, initialize_config_dir
+from loop_turns import BLOCK, in_turns, interval
 from omegaconf import OmegaConf
 
 from fusedmlp import impls
@@ -91,45 +92,40 @@ class Bench:
 
 
 def overhead(bench: Bench) -> None:
-    """Ours against bare, eager and captured, for every dim.
+    """Ours against bare in turns of a few steps, eager and captured, for every dim.
 
-    Every run builds its model anew, bare ones too, and a second bare run of each repeat says what a ratio of two equal
-    loops is worth. Of every run the median step and the tenth percentile: what else runs on a host only adds to a step.
+    A second bare loop takes turns too: its ratio to the first says what a ratio of two equal loops is worth.
     """
     rows: list[Row] = []
     bench.tables["overhead over a bare loop"] = rows
-    steps = bench.options.steps
+    steps = BLOCK * (bench.options.turns + 1)
     for dim, loop in itertools.product(bench.options.dims, bench.options.loops):
         captured = loop == "captured"
-
-        def bare(dim: int = dim, captured: bool = captured) -> list[float]:
-            times = bench.bare(captured, "impl=native", f"dim={dim}").run(steps)
-            return [float(value) for value in np.percentile(times[steps // 5 :], (50, 10))]
-
-        def ours(dim: int = dim, captured: bool = captured) -> list[float]:
-            found = bench.ours(
-                "impl=native", f"dim={dim}", f"trainer.max_steps={steps}", "trainer.log_every=20",
-                f"trainer.cuda_graph={str(captured).lower()}",
-            )["throughput"]  # fmt: skip
-            return [found["step_ms_median"], found["step_ms_p10"]]
-
-        # Of each repeat: the bare loop, ours, the bare loop again, each p50 and p10.
-        repeats = [(bare(), ours(), bare()) for _ in range(bench.options.repeats)]
-        for which, quantile in enumerate(("p50", "p10")):
-            first, mine, second = ([times[which] for times in column] for column in zip(*repeats, strict=True))
-            ratios = [b / statistics.mean((a, c)) for a, b, c in zip(first, mine, second, strict=True)]
-            control = [c / a for a, c in zip(first, second, strict=True)]
-            rows.append({
-                "dim": dim, "loop": loop, "of a run": quantile, "bare ms": statistics.median(first + second),
-                "ours ms": statistics.median(mine), "overhead %": 100 * (statistics.median(ratios) - 1),
-                "smallest, largest %": _span(ratios), "bare over bare %": _span(control),
-                "goal %": 2 if captured else 5,
-            })  # fmt: skip
+        others = [bench.bare(captured, "impl=native", f"dim={dim}") for _ in range(2)]
+        words = ("impl=native", f"dim={dim}", f"trainer.max_steps={steps}", "trainer.log_every=10",
+                 f"trainer.cuda_graph={str(captured).lower()}")  # fmt: skip
+        turns = in_turns(partial(bench.ours, *words), others, bench.device)
+        del others
+        ratios = [mine / statistics.mean(bare) for mine, *bare in turns]
+        control = [second / first for _, first, second in turns]
+        rows.append({
+            "dim": dim, "loop": loop, "turns": len(turns),
+            "bare ms": statistics.median(statistics.mean(bare) for _, *bare in turns),
+            "ours ms": statistics.median(mine for mine, *_ in turns),
+            "overhead %": 100 * (statistics.median(ratios) - 1), "95 % interval": _percent(*interval(ratios)),
+            "smallest, largest %": _span(ratios),
+            "bare over bare %": 100 * (statistics.median(control) - 1), "its interval": _percent(*interval(control)),
+            "goal %": 2 if captured else 5,
+        })  # fmt: skip
         bench.write()
 
 
 def _span(ratios: list[float]) -> str:
-    return f"{100 * (min(ratios) - 1):.1f}, {100 * (max(ratios) - 1):.1f}"
+    return _percent(min(ratios), max(ratios))
+
+
+def _percent(low: float, high: float) -> str:
+    return f"{100 * (low - 1):.1f}, {100 * (high - 1):.1f}"
 
 
 def logging(bench: Bench) -> None:
@@ -266,7 +262,8 @@ def main() -> int:
     parser.add_argument("--impls", nargs="+", default=runnable)
     parser.add_argument("--dims", nargs="+", type=at_least(1), default=[512, 1024, 2048])
     parser.add_argument("--steps", type=at_least(5), default=100, help="optimizer steps per run")
-    parser.add_argument("--repeats", type=at_least(1), default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="of the part logging")
+    parser.add_argument("--turns", type=at_least(2), default=12, help=f"of {BLOCK} steps, of the part overhead")
     parser.add_argument("--loops", nargs="+", choices=("eager", "captured"), default=["eager", "captured"],
                         help="of the part overhead")  # fmt: skip
     parser.add_argument("--overrides", nargs="*", default=[], help="further overrides, such as model.num_layers=8")

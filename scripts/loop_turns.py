@@ -1,0 +1,72 @@
+"""Our training loop and bare ones in turns of a few steps, within one run of ours.
+
+Host times of two runs, one after the other, differ by tens of percent on a shared machine, equal loops or not. Within a
+second a machine is more like itself: so our loop stops after every block of steps, the bare loops run a block each, and
+only blocks of the same turn are compared.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from unittest import mock
+
+import torch
+from bare_loop import BareLoop
+
+from fusedmlp.training import monitor
+from fusedmlp.training.throughput import Durations, Step, StepClock
+
+BLOCK = 20
+UNCOUNTED = 3  # steps at the beginning of a block, while nothing is enqueued ahead
+
+
+class BlockClock(StepClock):
+    """A clock that calls `between` with the steps of each block; what that takes belongs to no step."""
+
+    def __init__(self, device: torch.device, between: Callable[[list[Step]], None]):
+        super().__init__(device)
+        self._between, self._block = between, list[Step]()
+
+    def tick(self) -> None:
+        super().tick()
+        self._block.append(self._steps[-1])
+        if len(self._block) == BLOCK:
+            block, self._block = self._block, []
+            self._between(block)
+            self.restart()
+
+
+def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: torch.device) -> list[list[float]]:
+    """Mean milliseconds of a step in each turn: ours, then each of the others.
+
+    Args:
+        train: runs our loop for BLOCK times as many steps as there shall be turns, and one more, the first of which
+            does not count: kernels are compiled and steps recorded in it.
+    """
+    turns: list[list[float]] = []
+
+    def between(block: list[Step]) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        mine = _mean(Durations.of(block).step_ms)
+        # In turn the first and the last after ours.
+        places = range(len(others)) if len(turns) % 2 else reversed(range(len(others)))
+        times = {place: _mean(others[place].run(BLOCK)) for place in places}
+        turns.append([mine, *(times[place] for place in range(len(others)))])
+
+    with mock.patch.object(monitor, "StepClock", partial(BlockClock, between=between)):
+        train()
+    return turns[1:]
+
+
+def _mean(step_ms: list[float]) -> float:
+    return statistics.mean(step_ms[UNCOUNTED:])
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies with at least 95 % confidence, from the order of the values alone; all of it for few."""
+    ordered, n = sorted(values), len(values)
+    below = [sum(math.comb(n, j) for j in range(k + 1)) / 2**n for k in range(n)]
+    cut = max(sum(share <= 0.025 for share in below) - 1, 0)
+    return ordered[cut], ordered[-1 - cut]

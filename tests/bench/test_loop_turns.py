@@ -1,0 +1,66 @@
+"""Our loop and bare ones in turns, on a CPU and tiny; and what says how sure a median is."""
+
+import time
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from scripts_by_path import FOLDER, script
+
+from fusedmlp.training.cli import register_impls
+from fusedmlp.training.run import run
+from fusedmlp.training.throughput import Durations
+
+loop_turns = script("loop_turns")
+BLOCK = loop_turns.BLOCK
+CPU = torch.device("cpu")
+TINY = (
+    "impl=native", "dim=16", "model.num_layers=1", "data=synthetic", "data.num_tokens=4000", "data.batch_size=4",
+    "logger=none", "trainer.accelerator=cpu", "trainer.checkpoint=false", "trainer.val_every=0",
+    "trainer.warmup_steps=2", "trainer.log_every=10", f"trainer.max_steps={4 * BLOCK}",
+)  # fmt: skip
+
+
+@pytest.fixture
+def config():
+    register_impls()
+    with initialize_config_dir(str(FOLDER.parent / "configs"), version_base="1.3"):
+        return compose("train", list(TINY))
+
+
+def test_ours_and_bare_blocks_alternate(config, tmp_path):
+    plain = OmegaConf.to_container(config, resolve=True)
+    others = [loop_turns.BareLoop(plain, False, CPU) for _ in range(2)]
+    seen = []
+    for name, loop in zip("ab", others, strict=True):
+        bare = loop.run
+        loop.run = lambda steps, bare=bare, name=name: seen.append(name) or bare(steps)
+    results = []
+    turns = loop_turns.in_turns(lambda: results.append(run(config, tmp_path / "run", [])), others, CPU)
+    assert [len(turn) for turn in turns] == [3, 3, 3]
+    assert all(0 < ms < 1e4 for turn in turns for ms in turn)
+    assert seen == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert [loop.step_number for loop in others] == [4 * BLOCK, 4 * BLOCK]
+    ((result, ending),) = results
+    assert (ending.status, result.fields["steps"]) == ("completed", 4 * BLOCK)
+
+
+def test_what_others_take_belongs_to_no_step():
+    blocks = []
+    clock = loop_turns.BlockClock(CPU, lambda block: blocks.append(block) or time.sleep(0.3))
+    clock.resume()
+    for _ in range(2 * BLOCK + 1):
+        clock.tick()
+    assert [len(block) for block in blocks] == [BLOCK, BLOCK]
+    assert max(Durations.of(clock.take()).step_ms) < 200
+
+
+def test_interval_of_a_median():
+    # 12 values: the third and the tenth, with 96 %; the second and the eleventh would be more than is asked for.
+    assert loop_turns.interval(list(range(12))) == (2, 9)
+    assert loop_turns.interval([5.0, 1.0, 3.0]) == (1.0, 5.0)
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(400, 15, generator=generator).tolist()
+    inside = sum(low <= 0 <= high for low, high in map(loop_turns.interval, draws))
+    assert 0.94 < inside / 400 < 0.99
