@@ -115,19 +115,24 @@ class _Gpu:
     def turn(self, name: str, function: Function) -> list[float]:
         repetitions = min(max(math.ceil(self.pace.rep_ms / self._ms[name]), 3), 200)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repetitions)]
-        for _ in range(min(math.ceil(self.pace.settle_ms / self._ms[name]), 5000)):
+        # Idling as it will while it is measured: one that waits for its launches would settle on a cooler card.
+        for _ in range(min(math.ceil(self.pace.settle_ms / (self._ms[name] + self._spin_us / 1e3)), 5000)):
+            self._spin()
             function()
         # No synchronisation here: while the last calls run, the first measured one is enqueued.
         for start, end in zip(events[::2], events[1::2], strict=True):
             if self._flush is not None:
                 self._flush.zero_()
-            if self._spin_us:
-                torch.cuda._sleep(int(self._spin_us * _CYCLES_PER_US))
+            self._spin()
             start.record()
             function()
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=True)]
+
+    def _spin(self) -> None:
+        if self._spin_us:
+            torch.cuda._sleep(int(self._spin_us * _CYCLES_PER_US))
 
     def _between_events(self, functions: list[Function]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

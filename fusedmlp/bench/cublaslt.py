@@ -32,6 +32,8 @@ def product(a: Tensor, b: Tensor, epilog: str = "", **inputs: Tensor) -> tuple[T
     else:
         plan.reset_operands_unchecked(a=a, b=b, epilog_inputs=inputs or None)
     result = plan.execute()
+    # The plan would keep them alive until the next call.
+    plan.release_operands()
     return result if isinstance(result, tuple) else (result, {})
 
 
