@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fusedmlp.models.embedding import SmallVocabularyEmbedding
 from fusedmlp.models.vocab import padded
 from fusedmlp.modules import FusedLinearGeLU
 
@@ -52,7 +53,7 @@ class MLPLanguageModel(nn.Module):
             raise ValueError(f"dim={dim} must be a multiple of context={context}, for example {nearest}")
         vocab = padded(vocab_size, pad_vocab_to)
         self.context = context
-        self.embedding = nn.Embedding(vocab, dim // context)
+        self.embedding = SmallVocabularyEmbedding(vocab, dim // context)
         self.layers = nn.ModuleList(
             FusedLinearGeLU(dim, dim, bias=bias, approximate=approximate, impl=impl) for _ in range(num_layers)
         )

@@ -4,6 +4,7 @@ Optimization is Lightning's "manual" kind, because a step that is replayed from 
 optimizer call that Lightning could see.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,9 @@ class LanguageModelTask(LightningModule):
         self.tokens += samples * positions
         self._micro = 0 if last else self._micro + 1
         self.step_done = last
+
+    # Lightning asks for it before each step, and would have it worked out anew.
+    training_step.__signature__ = inspect.signature(training_step)  # type: ignore[attr-defined]
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from conftest import raises
 
 from fusedmlp.models import GPT, MLPLanguageModel
+from fusedmlp.models.embedding import SmallVocabularyEmbedding, _Lookup
 from fusedmlp.models.vocab import padded
 
 BUILD = {
@@ -104,3 +105,17 @@ def test_the_deep_stack_keeps_its_signal():
 def test_sizes_that_cannot_work_are_named(build, words):
     with raises(ValueError, *words):
         build()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embedding_of_a_small_vocabulary(dtype, monkeypatch):
+    """What a GPU runs, on a CPU: the gradient as a product, against the sums in float64."""
+    embedding = SmallVocabularyEmbedding(20, 6).to(dtype)
+    tokens = torch.randint(0, 20, (5, 40))
+    dy = torch.randn(5, 40, 6).to(dtype)
+    y = _Lookup.apply(embedding.weight, tokens)
+    assert torch.equal(y, embedding(tokens))
+    (gradient,) = torch.autograd.grad(y, embedding.weight, dy)
+    expected = torch.zeros(20, 6, dtype=torch.double).index_add_(0, tokens.flatten(), dy.flatten(0, 1).double())
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
