@@ -10,6 +10,10 @@ gets, so whoever looks at it or adds to it (`retain_grad`, `torch.autograd.grad`
 ready counts only while the gradient that arrives is that very tensor, not written to since: a sum or a changed gradient
 is another one, and the layer before computes for itself.
 
+Where layers are so narrow that no product fills the GPU, one kernel computes all of a layer's backward pass: dx and
+dpreact_before as above, dweight, and dbias from the partial sums that the kernel before it has left. It is there for one
+tensor more at a time, x, which else is let go before dx is made.
+
 Nothing is linked where that could show: under `torch.compile`, with hooks on saved tensors (checkpointing, offloading)
 or on act, with `create_graph`, and where the layer before has no part in the backward pass. What cannot be seen is a
 hook on a node (`grad_fn.register_hook`) that writes to the gradient through `.data`: change it in place, or return it.
@@ -23,10 +27,13 @@ import torch
 from torch import Tensor
 
 from fusedmlp.kernels import configs
+from fusedmlp.kernels.linear_gelu import takes_stack
 
 # "auto": where the product with the epilogue is as fast as two kernels or faster; "always"; "never". Set this, or
 # FUSEDMLP_LINK_STACK before the import; it is read at every forward call.
 LINK_STACK = os.environ.get("FUSEDMLP_LINK_STACK", "auto")
+# The same for all of a linked layer's backward pass in one kernel (FUSEDMLP_MERGE_STACK); read at every backward call.
+MERGE_STACK = os.environ.get("FUSEDMLP_MERGE_STACK", "auto")
 
 try:
     _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -42,13 +49,14 @@ _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class _Ready(NamedTuple):
-    """What the next layer has computed for this one: dpreact and dbias of the gradient `dy` at its `version`."""
+    """What the next layer has computed for this one: dpreact of the gradient `dy` at its `version`, and its sums over
+    rows, all (N,) or partial ones (P, N) in fp32."""
 
     dy: Tensor
     version: int
     stream: int
     dpreact: Tensor
-    dbias: Tensor
+    sums: Tensor
 
 
 def prepare(ctx: Any, x: Tensor, weight: Tensor) -> None:
@@ -63,11 +71,13 @@ def _follows_another(ctx: Any, x: Tensor) -> bool:
 
 
 def _wanted(x: Tensor, weight: Tensor) -> bool:
-    if LINK_STACK == "auto":
-        return _pays(x, weight)
-    if LINK_STACK not in ("always", "never"):
-        raise ValueError(f"LINK_STACK (or FUSEDMLP_LINK_STACK) is {LINK_STACK!r}; accepted: auto, always, never")
-    return LINK_STACK == "always"
+    return _pays(x, weight) if LINK_STACK == "auto" else _is_always("LINK_STACK", LINK_STACK)
+
+
+def _is_always(name: str, value: str) -> bool:
+    if value not in ("always", "never"):
+        raise ValueError(f"{name} (or FUSEDMLP_{name}) is {value!r}; accepted: auto, always, never")
+    return value == "always"
 
 
 def _pays(x: Tensor, weight: Tensor) -> bool:
@@ -92,6 +102,13 @@ def layer_before(ctx: Any, x: Tensor | None) -> Any | None:
     return node if takes_part else None
 
 
+def merges(dpreact: Tensor, weight: Tensor, x: Tensor) -> bool:
+    """Whether one kernel is to do all of a linked layer's backward pass: with dpreact (M, N), weight (N, K), x (M, K)."""
+    if MERGE_STACK == "auto":
+        return takes_stack(dpreact, weight, x)
+    return _is_always("MERGE_STACK", MERGE_STACK) and takes_stack(dpreact, weight, x, always=True)
+
+
 def preact_of(node: Any) -> Tensor | None:
     """What the layer has saved; None if another backward pass has freed it."""
     try:
@@ -101,21 +118,21 @@ def preact_of(node: Any) -> Tensor | None:
         return None
 
 
-def hand_over(node: Any, dy: Tensor, dpreact: Tensor, dbias: Tensor) -> None:
+def hand_over(node: Any, dy: Tensor, dpreact: Tensor, sums: Tensor) -> None:
     """Give `node` what its dGELU makes of `dy`, the gradient that autograd is about to bring it."""
-    node.ready = _Ready(dy, dy._version, _current_stream(dy), dpreact, dbias)
+    node.ready = _Ready(dy, dy._version, _current_stream(dy), dpreact, sums)
     # If its turn does not come, because only `dy` is asked for, nothing stays behind.
     _at_its_end(partial(vars(node).pop, "ready", None))
 
 
 def take(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor] | None:
-    """dpreact and dbias for the gradient `dy`, if they have been handed over."""
+    """dpreact and its sums for the gradient `dy`, if they have been handed over."""
     if torch.compiler.is_compiling():
         return None
     ready = vars(ctx).pop("ready", None)
     if ready is None or ready.dy is not dy or dy._version != ready.version or _current_stream(dy) != ready.stream:
         return None
-    return ready.dpreact, ready.dbias
+    return ready.dpreact, ready.sums
 
 
 def _current_stream(tensor: Tensor) -> int:

@@ -24,8 +24,9 @@ except ImportError as error:
 from fusedmlp.impls import _stack
 from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
-from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
-from fusedmlp.kernels.reduce import dgelu_dbias
+from fusedmlp.kernels.configs import STACK_ROWS
+from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd, stack_bwd
+from fusedmlp.kernels.reduce import column_sum, dgelu_dbias
 from fusedmlp.kernels.softmax import softmax_bwd, softmax_fwd
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -149,6 +150,13 @@ def _fake_dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias, sto
     return torch.empty_like(preact), second, preact.new_empty(preact.shape[1] if need_dbias else 0)
 
 
+def _fake_stack_bwd(dy, weight, x, preact, sums, approximate, sum_rows):
+    rows = (preact.shape[0] + STACK_ROWS - 1) // STACK_ROWS
+    partial = preact.new_empty((rows, preact.shape[1]) if sum_rows else 0, dtype=torch.float32)
+    dweight, dbias = weight.new_empty(weight.shape), dy.new_empty(0 if sums is None else dy.shape[1])
+    return torch.empty_like(preact), torch.empty_like(preact), partial, dweight, dbias
+
+
 _linear_gelu_fwd = _register(
     "linear_gelu_fwd(Tensor x, Tensor weight, Tensor? bias, str approximate, bool store_preact) -> (Tensor, Tensor)",
     _rounded_products(linear_gelu_fwd),
@@ -165,6 +173,17 @@ _dgelu_gemm = _register(
     _rounded_products(dgelu_gemm),
     _fake_dgelu_gemm,
 )
+_stack_bwd = _register(
+    "stack_bwd(Tensor dy, Tensor weight, Tensor x, Tensor preact, Tensor? sums, str approximate, bool sum_rows)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    stack_bwd,
+    _fake_stack_bwd,
+)
+_column_sum = _register(
+    "column_sum(Tensor partial, ScalarType dtype) -> Tensor",
+    column_sum,
+    lambda partial, dtype: partial.new_empty(partial.shape[1], dtype=dtype),
+)
 
 
 @register_flop_formula(torch.ops.fusedmlp_triton.linear_gelu_fwd)
@@ -175,6 +194,11 @@ def _linear_gelu_flops(x_shape, weight_shape, *_, **__) -> int:
 @register_flop_formula(torch.ops.fusedmlp_triton.dgelu_gemm)
 def _dgelu_gemm_flops(dy_shape, weight_shape, *_, **__) -> int:
     return 2 * dy_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.fusedmlp_triton.stack_bwd)
+def _stack_bwd_flops(dy_shape, weight_shape, *_, **__) -> int:
+    return 4 * dy_shape[0] * weight_shape[0] * weight_shape[1]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -219,19 +243,35 @@ class _LinearGelu(torch.autograd.Function):
         _free_saved(ctx)
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
         ready = _stack.take(ctx, dy)
-        dpreact, dbias = ready or _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
+        dpreact, sums = ready or _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
         del preact, ready
         before = _stack.layer_before(ctx, x)
+        x = _rows(x) if need_dweight else None
+        preact = None if before is None or not need_dx else _stack.preact_of(before)
+        if preact is not None and need_dweight and _stack.merges(dpreact, weight, x):
+            dx, dweight, dbias = _merged(before, dpreact, weight, x, preact, sums, ctx.x_shape)
+            return dx, dweight, dbias if need_dbias else None, None
+        dbias = _column_sum(sums, dpreact.dtype) if sums.ndim == 2 else sums
         # First, so that x is let go before dx is there, and the layer before's dpreact maybe.
-        dweight = dpreact.t() @ _rows(x) if need_dweight else None
+        dweight = dpreact.t() @ x if need_dweight else None
         del x
-        dx = _dx(dpreact, weight, before, ctx.x_shape) if need_dx else None
+        dx = _dx(dpreact, weight, before, preact, ctx.x_shape) if need_dx else None
         return dx, dweight, dbias if need_dbias else None, None
 
 
-def _dx(dpreact: Tensor, weight: Tensor, before, shape: torch.Size) -> Tensor:
-    """dpreact @ weight; with it, where there is a layer `before` in a stack, what the dGELU of that one makes of it."""
-    preact = None if before is None else _stack.preact_of(before)
+def _merged(before, dpreact, weight, x, preact, sums, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight and dbias by one kernel, and what the dGELU of the layer `before` makes of dx."""
+    partial = sums if sums.ndim == 2 else None
+    dpreact, dx, sums_before, dweight, dbias = _stack_bwd(
+        dpreact, weight, x, preact, partial, before.approximate, before.needs_input_grad[2]
+    )
+    dx = dx.view(shape)
+    _stack.hand_over(before, dx, dpreact, sums_before)
+    return dx, dweight, sums if partial is None else dbias
+
+
+def _dx(dpreact: Tensor, weight: Tensor, before, preact: Tensor | None, shape: torch.Size) -> Tensor:
+    """dpreact @ weight; with it, where there is the preact of a layer `before`, what the dGELU of that one makes of it."""
     if preact is None:
         return (dpreact @ weight).view(shape)
     need_dbias = before.needs_input_grad[2]

@@ -71,6 +71,34 @@ class Problem:
     device: int
 
 
+@dataclass(frozen=True)
+class StackConfig:
+    """Constants of the kernel for a layer within a stack (gemm_stack.py), whose programs compute tiles of two kinds.
+
+    dx: of dx and dpreact; GROUP_M and num_warps hold for all.  dweight: BLOCK_K is a step over the rows of x.
+    DX_FIRST: programs with the lowest ids, which start first, compute tiles of dx, else of dweight.
+    """
+
+    dx: GemmConfig
+    dweight: GemmConfig
+    DX_FIRST: bool = False
+
+    def tiles(self, M: int, N: int, K: int) -> tuple[int, int]:
+        """Tiles of dx (M, N) and of dweight (K, N)."""
+        dx, dweight = self.dx, self.dweight
+        num_dx = triton.cdiv(M, dx.BLOCK_M) * triton.cdiv(N, dx.BLOCK_N)
+        return num_dx, triton.cdiv(K, dweight.BLOCK_M) * triton.cdiv(N, dweight.BLOCK_N)
+
+    def programs(self, M: int, N: int, K: int) -> int:
+        return sum(self.tiles(M, N, K)) + triton.cdiv(K, STACK_COLUMNS)
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of one program, of whichever kind: results take the place of operands."""
+        both = (self.dx, self.dweight)
+        operands = max(c.num_stages * (c.BLOCK_M + c.BLOCK_N) * c.BLOCK_K for c in both)
+        return itemsize * max(operands, *(2 * c.BLOCK_M * c.BLOCK_N for c in both)) + 2048
+
+
 # In the order in which the rule asks: largest tiles first. The backward epilogue holds more values than the forward
 # one, so its tiles are smaller. Narrow tiles take longer steps over K where the card's shared memory allows.
 _FORWARD = {
@@ -111,6 +139,20 @@ _BACKWARD = {
     "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
 }
 _INTERPRETER = GemmConfig("plain", 64, 64, 32, 8, 1, 4)
+# Rows of a tile of dx, in every configuration, and columns that a program sums for dbias.
+STACK_ROWS, STACK_COLUMNS = 64, 128
+# Through TMA alone, and for 16-bit dtypes.
+_STACK = {
+    "one wave, sm_90": [
+        StackConfig(GemmConfig("plain", 64, 128, 64, 8, 4, 8, True), GemmConfig("plain", 64, 128, 64, 8, 4, 8)),
+        StackConfig(GemmConfig("plain", 64, 64, 128, 8, 3, 4, True), GemmConfig("plain", 64, 64, 128, 8, 3, 4)),
+    ],
+}
+_STACK_INTERPRETER = StackConfig(
+    GemmConfig("plain", 64, 64, 32, 8, 1, 4, True), GemmConfig("plain", 32, 64, 64, 8, 1, 4)
+)
+# Beyond, few tiles of dweight have long sums, which cuBLAS splits.
+_MOST_STACK_ROWS = 2048
 
 
 @cache
@@ -174,3 +216,28 @@ def by_rule(problem: Problem) -> GemmConfig:
         if 4 * config.tiles(problem) >= 3 * multiprocessors(problem.device):
             return config
     return min(configs, key=lambda config: config.BLOCK_M * config.BLOCK_N)
+
+
+@cache
+def for_stack(M: int, N: int, K: int, itemsize: int, device: int, always: bool = False) -> StackConfig | None:
+    """For the backward pass of a layer with K out_features, N in_features and M rows, in one kernel.
+
+    None where a kernel for each product is faster, or where the card has not what that one needs. It is faster where
+    all programs run at once and hide one another's waiting; `always` asks only whether the card can run it.
+    """
+    if device < 0:
+        return _STACK_INTERPRETER
+    capability, multiprocessors, shared, _ = card(device)
+    if capability != (9, 0) or itemsize != 2:
+        return None
+
+    fitting = [config for config in _STACK["one wave, sm_90"] if config.shared_bytes(itemsize) <= shared]
+
+    def one_wave(config: StackConfig) -> bool:
+        a_multiprocessor = (shared + 1024) // (config.shared_bytes(itemsize) + 1024)
+        return config.programs(M, N, K) <= multiprocessors * a_multiprocessor
+
+    at_once = [config for config in fitting if M <= _MOST_STACK_ROWS and one_wave(config)]
+    suitable = at_once or (fitting if always else [])
+    busy = [config for config in suitable if 4 * sum(config.tiles(M, N, K)) >= 3 * multiprocessors]
+    return next(iter(busy + suitable[-1:]), None)

@@ -4,8 +4,8 @@ from functools import cache
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedmlp.kernels import configs, gemm
-from fusedmlp.kernels.configs import GemmConfig, Problem
+from fusedmlp.kernels import configs, gemm, gemm_stack
+from fusedmlp.kernels.configs import GemmConfig, Problem, StackConfig
 from fusedmlp.kernels.prepared import Block, Launch
 
 
@@ -37,6 +37,36 @@ def backward(problem: Problem, config: GemmConfig, strides: tuple[int, int], fla
         arguments = tuple((place, None if place == 2 else block) for place, block in arguments)
     last = (config.PREACT_FIRST,)
     return _plain(gemm._dgelu_kernel, arguments, problem, config, strides, flags, b_is_nk, last)
+
+
+def stack(
+    sizes: tuple[int, int, int, int], config: StackConfig, strides: tuple[int, int, int], flags: tuple, use_tma: bool
+) -> Launch:
+    """Launch of the kernel for a layer within a stack with (dy, weight, preact, dpreact, dx, partial, x, dweight, sums,
+    dbias).
+
+    Args:
+        sizes: M, N, K and rows of `sums`, 0 without.  strides: from row to row of dy, weight and x.
+        flags: APPROXIMATE, SUM_ROWS.
+    """
+    dx, dweight = config.dx, config.dweight
+    a, b, c = _blocks(dx, False)
+    step, result = dweight.BLOCK_K, (dweight.BLOCK_M, dweight.BLOCK_N)
+    arguments: tuple[tuple[int, Block | None], ...] = (
+        (0, a), (1, b), (2, None), (3, c), (4, c), (5, None),
+        (0, (step, dweight.BLOCK_M)), (6, (step, dweight.BLOCK_N)), (7, result), (8, None), (9, None),
+    )  # fmt: skip
+    if not use_tma:
+        arguments = tuple((place, None) for place, _ in arguments)
+    M, N, K, rows = sizes
+    programs = config.programs(M, N, K) if rows else sum(config.tiles(M, N, K))
+    blocks = (dx.BLOCK_M, dx.BLOCK_N, dx.BLOCK_K, dx.GROUP_M, *result, step, dweight.num_stages)
+    constants = (*flags, "ieee", use_tma, *blocks, config.DX_FIRST, configs.STACK_COLUMNS)
+    options = {"num_warps": dx.num_warps, "num_stages": dx.num_stages}
+    return Launch(
+        gemm_stack._stack_bwd_kernel, arguments, TensorDescriptor.from_tensor, programs, (*strides, *sizes), constants,
+        options,
+    )  # fmt: skip
 
 
 def _blocks(config: GemmConfig, b_is_nk: bool) -> tuple[Block, Block, Block]:

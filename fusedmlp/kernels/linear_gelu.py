@@ -93,6 +93,71 @@ def dgelu_gemm(
         return dpreact, second, column_sum(partial, preact.dtype)
 
 
+def takes_stack(dy: Tensor, weight: Tensor, x: Tensor, always: bool = False) -> bool:
+    """Whether `stack_bwd` can run on these, and is faster than a kernel for each product; `always`: can run alone."""
+    M, K = dy.shape
+    N = weight.shape[1]
+    device = dy.device.index if dy.is_cuda else -1
+    if not (M and N and K and configs.for_stack(M, N, K, dy.element_size(), device, always)):
+        return False
+    if not (dy.dtype == weight.dtype == x.dtype and dy.is_contiguous()):
+        return False
+    if not dy.is_cuda:
+        # The interpreter's bf16 products are wrong.
+        return dy.dtype != torch.bfloat16 and _has_contiguous_rows(weight) and _has_contiguous_rows(x)
+    # Of the layer before, preact and what comes out have rows of N, as x has.
+    return N % 8 == 0 and all(_has_contiguous_rows(t) and _fits_tma(t) for t in (dy, weight, x))
+
+
+def stack_bwd(
+    dy: Tensor, weight: Tensor, x: Tensor, preact: Tensor, sums: Tensor | None, approximate: str, sum_rows: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Back through a layer within a stack, and through the GELU of the layer before, where `takes_stack` says so.
+
+        dx = dy @ weight, dpreact = dx * gelu'(preact), dweight = dy.T @ x, dbias = sum of `sums` over its rows
+
+    Args:
+        dy: (M, K), the gradient of this layer's own preact.  weight: (K, N).  x: (M, N), act of the layer before.
+        preact: (M, N), contiguous, of the layer before.  All of one dtype.
+        sums: (P, K), fp32, contiguous: partial sums of dy; None for no dbias.
+        sum_rows: also give partial sums of dpreact.
+    Returns: dpreact, dx (M, N); its partial sums (cdiv(M, 64), N) in fp32, or (0,); dweight (K, N); dbias (K,) or (0,).
+    """
+    (M, K), N = dy.shape, weight.shape[1]
+    dpreact, dx, dweight = torch.empty_like(preact), torch.empty_like(preact), weight.new_empty((K, N))
+    rows = triton.cdiv(M, configs.STACK_ROWS)
+    partial = preact.new_empty((rows, N) if sum_rows else 0, dtype=torch.float32)
+    dbias = dy.new_empty(0 if sums is None else K)
+    # Tensors that are not asked for are not touched.
+    tensors = (
+        dy, weight, preact, dpreact, dx, partial if sum_rows else dpreact, x, dweight,
+        dpreact if sums is None else sums, dweight if sums is None else dbias,
+    )  # fmt: skip
+    with on_device_of(dy):
+        _prepare_stack(tensors, 0 if sums is None else sums.shape[0], (approximate, sum_rows))(*tensors)
+    return dpreact, dx, partial, dweight, dbias
+
+
+# What a call of `stack_bwd` depends on -> its launch.
+_prepared_stack: dict[tuple, Launch] = {}
+
+
+def _prepare_stack(tensors: tuple[Tensor, ...], rows: int, flags: tuple) -> Launch:
+    dy, weight, preact, *_ = tensors
+    strides = (dy.stride(0), weight.stride(0), tensors[6].stride(0))
+    key = (flags, preact.shape, dy.shape[1], rows, strides, dy.dtype, dy.device)
+    launch = _prepared_stack.get(key)
+    if launch is None:
+        (M, N), K = preact.shape, dy.shape[1]
+        device = dy.device.index if dy.is_cuda else -1
+        config = configs.for_stack(M, N, K, dy.element_size(), device, True)
+        if config is None:
+            raise ValueError(f"no kernel for a stack's layer of {M} x {K} x {N} in {dy.dtype} on {dy.device}")
+        launch = gemm_launch.stack((M, N, K, rows), config, strides, flags, dy.is_cuda)
+        remember(_prepared_stack, key, launch)
+    return launch
+
+
 def _prepare(make: Callable[..., Launch], tensors: tuple[Tensor, ...], K: int, flags: tuple, b_is_nk: bool):
     """The launch for these tensors, and the rows of a tile: chosen and made on the first call of its kind."""
     a, b, result, *_ = tensors

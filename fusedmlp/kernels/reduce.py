@@ -56,15 +56,21 @@ def _dgelu_dbias_kernel(
 
 
 @triton.jit
-def _column_sum_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """out (N,) = column sums of partial (P, N); a program sums BLOCK_N columns."""
-    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+def column_sum_block(partial_ptr, out_ptr, first, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out[first : first + BLOCK_N] = column sums of partial (P, N)."""
+    offs_n = first + tl.arange(0, BLOCK_N)
     sums = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
     for p in range(0, P, BLOCK_P):
         offs_p = (p + tl.arange(0, BLOCK_P)).to(tl.int64)[:, None]
         mask = (offs_p < P) & (offs_n < N)[None, :]
         sums += tl.load(partial_ptr + offs_p * N + offs_n[None, :], mask=mask, other=0.0)
     tl.store(out_ptr + offs_n, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=offs_n < N)
+
+
+@triton.jit
+def _column_sum_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """out (N,) = column sums of partial (P, N); a program sums BLOCK_N columns."""
+    column_sum_block(partial_ptr, out_ptr, tl.program_id(0) * BLOCK_N, P, N, BLOCK_P, BLOCK_N)
 
 
 def dgelu_dbias(dy: Tensor, preact: Tensor, approximate: str, need_dbias: bool) -> tuple[Tensor, Tensor]:
