@@ -28,14 +28,15 @@ from fusedmlp.kernels.reduce import dgelu_dbias
 DTYPES = ("bfloat16", "float16", "float32")
 # Parts of the gate: of each direction, the epilogues.
 FORWARD = ("act", "act and preact", "weight transposed")
-BACKWARD = ("dpreact", "dpreact and dbias", "act and dbias", "product", "product and dbias", "pointwise")
+BACKWARD = ("dpreact", "dpreact and dbias", "act and dbias", "product", "product and dbias", "pointwise", "stack")
 # Aligned and ragged tiles, one tile, odd sizes that no descriptor takes, few rows, long sums.
 GATE = [(512, 256, 384), (1000, 448, 1192), (128, 64, 128), (333, 77, 129), (3, 1024, 512), (257, 4096, 264)]
 # Names the part that a child process runs.
 GATE_PART = "FUSEDMLP_GATE_PART"
 # A configuration compiles in 1 to 4 s, and runs in less than one.
 SILENT_S = 60
-Results = Iterator[tuple[configs.GemmConfig | None, str, Tensor, Tensor]]
+Config = configs.GemmConfig | configs.StackConfig
+Results = Iterator[tuple[Config | None, str, Tensor, Tensor]]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
@@ -114,6 +115,9 @@ def _backward(M: int, K: int, N: int, dtype: torch.dtype, approximate: str, part
             yield None, "dpreact", dpreact, expected
             yield None, "dbias", *against_terms(dbias, expected)
         return
+    if part == "stack":
+        yield from _stack(dy, weight, preact, approximate)
+        return
     product = dy.double() @ weight.double()
     expected = product * gelu_grad(preact.double(), approximate)
     seconds = {"act": F.gelu(preact.double(), approximate=approximate), "product": product}
@@ -128,6 +132,27 @@ def _backward(M: int, K: int, N: int, dtype: torch.dtype, approximate: str, part
             yield config, f"{second} beside dpreact", beside, seconds[second]
         if need_dbias:
             yield config, f"dbias ({part})", *against_terms(dbias, expected)
+
+
+def _stack(dy: Tensor, weight: Tensor, preact: Tensor, approximate: str) -> Results:
+    """All of a layer's backward pass in one kernel, where it takes these."""
+    x = torch.randn_like(preact)
+    if not linear_gelu.takes_stack(dy, weight, x, always=True):
+        return
+    product = dy.double() @ weight.double()
+    expected = product * gelu_grad(preact.double(), approximate)
+    # Partial sums as from another layer's launch: 33 do not fit one step of the sum.
+    sums = normal(33, dy.shape[1], dtype=torch.float32)
+    for config in configs._STACK["one wave, sm_90"]:
+        for given, sum_rows in ((sums, True), (None, False)):
+            results = linear_gelu.stack_bwd(dy, weight, x, preact, given, approximate, sum_rows, config)
+            dpreact, dx, partial, dweight, dbias = results
+            yield config, "dpreact (stack)", dpreact, expected
+            yield config, "dx (stack)", dx, product
+            yield config, "dweight (stack)", dweight, dy.double().t() @ x.double()
+            if sum_rows:
+                yield config, "partial sums (stack)", *against_terms(partial.double().sum(0), expected)
+                yield config, "dbias (stack)", *against_terms(dbias, sums.double())
 
 
 def against_terms(dbias: Tensor, terms: Tensor) -> tuple[Tensor, Tensor]:

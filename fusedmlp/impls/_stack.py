@@ -11,8 +11,8 @@ ready counts only while the gradient that arrives is that very tensor, not writt
 is another one, and the layer before computes for itself.
 
 Where layers are so narrow that no product fills the GPU, one kernel computes all of a layer's backward pass: dx and
-dpreact_before as above, dweight, and dbias from the partial sums that the kernel before it has left. It is there for one
-tensor more at a time, x, which else is let go before dx is made.
+dpreact_before as above, dweight, and dbias from the partial sums that the launch before has left. That takes one tensor
+more at a time: x, which else is let go before dx is made.
 
 Nothing is linked where that could show: under `torch.compile`, with hooks on saved tensors (checkpointing, offloading)
 or on act, with `create_graph`, and where the layer before has no part in the backward pass. What cannot be seen is a
@@ -103,7 +103,7 @@ def layer_before(ctx: Any, x: Tensor | None) -> Any | None:
 
 
 def merges(dpreact: Tensor, weight: Tensor, x: Tensor) -> bool:
-    """Whether one kernel is to do all of a linked layer's backward pass: with dpreact (M, N), weight (N, K), x (M, K)."""
+    """Whether one kernel does all of a linked layer's backward pass, given dpreact (M, N), weight (N, K), x (M, K)."""
     if MERGE_STACK == "auto":
         return takes_stack(dpreact, weight, x)
     return _is_always("MERGE_STACK", MERGE_STACK) and takes_stack(dpreact, weight, x, always=True)

@@ -23,8 +23,8 @@ except ImportError as error:
 
 from fusedmlp.impls import _stack
 from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
-from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
 from fusedmlp.kernels.configs import STACK_ROWS
+from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
 from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd, stack_bwd
 from fusedmlp.kernels.reduce import column_sum, dgelu_dbias
 from fusedmlp.kernels.softmax import softmax_bwd, softmax_fwd
@@ -246,32 +246,33 @@ class _LinearGelu(torch.autograd.Function):
         dpreact, sums = ready or _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
         del preact, ready
         before = _stack.layer_before(ctx, x)
-        x = _rows(x) if need_dweight else None
-        preact = None if before is None or not need_dx else _stack.preact_of(before)
-        if preact is not None and need_dweight and _stack.merges(dpreact, weight, x):
-            dx, dweight, dbias = _merged(before, dpreact, weight, x, preact, sums, ctx.x_shape)
-            return dx, dweight, dbias if need_dbias else None, None
+        if need_dweight:
+            x = _rows(x)
+        before_preact = None if before is None or not need_dx else _stack.preact_of(before)
+        if before_preact is not None and need_dweight and _stack.merges(dpreact, weight, x):
+            merged = _merged(before, dpreact, weight, x, before_preact, sums, ctx.x_shape)
+            return (*merged[:2], merged[2] if need_dbias else None, None)
         dbias = _column_sum(sums, dpreact.dtype) if sums.ndim == 2 else sums
         # First, so that x is let go before dx is there, and the layer before's dpreact maybe.
         dweight = dpreact.t() @ x if need_dweight else None
         del x
-        dx = _dx(dpreact, weight, before, preact, ctx.x_shape) if need_dx else None
+        dx = _dx(dpreact, weight, before, before_preact, ctx.x_shape) if need_dx else None
         return dx, dweight, dbias if need_dbias else None, None
 
 
 def _merged(before, dpreact, weight, x, preact, sums, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias by one kernel, and what the dGELU of the layer `before` makes of dx."""
     partial = sums if sums.ndim == 2 else None
-    dpreact, dx, sums_before, dweight, dbias = _stack_bwd(
-        dpreact, weight, x, preact, partial, before.approximate, before.needs_input_grad[2]
-    )
+    need_sums = before.needs_input_grad[2]
+    results = _stack_bwd(dpreact, weight, x, preact, partial, before.approximate, need_sums)
+    dpreact, dx, sums_before, dweight, dbias = results
     dx = dx.view(shape)
     _stack.hand_over(before, dx, dpreact, sums_before)
     return dx, dweight, sums if partial is None else dbias
 
 
 def _dx(dpreact: Tensor, weight: Tensor, before, preact: Tensor | None, shape: torch.Size) -> Tensor:
-    """dpreact @ weight; with it, where there is the preact of a layer `before`, what the dGELU of that one makes of it."""
+    """dpreact @ weight; with it, given the preact of a layer `before`, what the dGELU of that one makes of it."""
     if preact is None:
         return (dpreact @ weight).view(shape)
     need_dbias = before.needs_input_grad[2]

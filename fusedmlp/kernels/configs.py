@@ -83,6 +83,8 @@ class StackConfig:
     dweight: GemmConfig
     DX_FIRST: bool = False
 
+    kernel = "stack"
+
     def tiles(self, M: int, N: int, K: int) -> tuple[int, int]:
         """Tiles of dx (M, N) and of dweight (K, N)."""
         dx, dweight = self.dx, self.dweight

@@ -1,10 +1,10 @@
-"""All of a layer's backward pass within a stack of narrow ones, in one kernel: where each product alone fills a GPU badly.
+"""All of a layer's backward pass within a stack of narrow ones, in one kernel: each product alone fills a GPU badly.
 
     dx = dy @ weight        dpreact = dx * gelu'(preact)        partial = column sums of dpreact by tile row
     dweight = dy.T @ x      dbias = sums over rows of `sums`, the partial of the layer behind's launch
 
-dy (M, K) is this layer's own dpreact; x (M, N) is the act of the layer before, and preact, dpreact and partial belong to
-that one. Nothing in one launch depends on another part of it.
+dy (M, K) is this layer's own dpreact; x (M, N) is the act of the layer before, and preact, dpreact and partial belong
+to that one. Nothing in one launch depends on another part of it.
 """
 
 import triton

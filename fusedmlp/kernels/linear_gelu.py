@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from fusedmlp.kernels import choice, configs, gemm_launch
-from fusedmlp.kernels.configs import GemmConfig, Problem
+from fusedmlp.kernels.configs import GemmConfig, Problem, StackConfig
 from fusedmlp.kernels.launch import on_device_of
 from fusedmlp.kernels.prepared import Launch, remember
 from fusedmlp.kernels.reduce import column_sum
@@ -110,7 +110,14 @@ def takes_stack(dy: Tensor, weight: Tensor, x: Tensor, always: bool = False) -> 
 
 
 def stack_bwd(
-    dy: Tensor, weight: Tensor, x: Tensor, preact: Tensor, sums: Tensor | None, approximate: str, sum_rows: bool
+    dy: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    preact: Tensor,
+    sums: Tensor | None,
+    approximate: str,
+    sum_rows: bool,
+    config: StackConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Back through a layer within a stack, and through the GELU of the layer before, where `takes_stack` says so.
 
@@ -121,6 +128,7 @@ def stack_bwd(
         preact: (M, N), contiguous, of the layer before.  All of one dtype.
         sums: (P, K), fp32, contiguous: partial sums of dy; None for no dbias.
         sum_rows: also give partial sums of dpreact.
+        config: for measurements and tests, instead of the rule's.
     Returns: dpreact, dx (M, N); its partial sums (cdiv(M, 64), N) in fp32, or (0,); dweight (K, N); dbias (K,) or (0,).
     """
     (M, K), N = dy.shape, weight.shape[1]
@@ -134,7 +142,8 @@ def stack_bwd(
         dpreact if sums is None else sums, dweight if sums is None else dbias,
     )  # fmt: skip
     with on_device_of(dy):
-        _prepare_stack(tensors, 0 if sums is None else sums.shape[0], (approximate, sum_rows))(*tensors)
+        launch = _prepare_stack(tensors, 0 if sums is None else sums.shape[0], (approximate, sum_rows), config)
+        launch(*tensors)
     return dpreact, dx, partial, dweight, dbias
 
 
@@ -142,15 +151,15 @@ def stack_bwd(
 _prepared_stack: dict[tuple, Launch] = {}
 
 
-def _prepare_stack(tensors: tuple[Tensor, ...], rows: int, flags: tuple) -> Launch:
-    dy, weight, preact, *_ = tensors
-    strides = (dy.stride(0), weight.stride(0), tensors[6].stride(0))
-    key = (flags, preact.shape, dy.shape[1], rows, strides, dy.dtype, dy.device)
+def _prepare_stack(tensors: tuple[Tensor, ...], rows: int, flags: tuple, config: StackConfig | None) -> Launch:
+    dy, weight, preact, *_, x, _, sums, _ = tensors
+    (M, N), K = preact.shape, dy.shape[1]
+    strides = (dy.stride(0), weight.stride(0), x.stride(0))
+    key = (flags, M, N, K, rows, strides, dy.dtype, dy.device, _aligned(preact), _aligned(sums), config)
     launch = _prepared_stack.get(key)
     if launch is None:
-        (M, N), K = preact.shape, dy.shape[1]
         device = dy.device.index if dy.is_cuda else -1
-        config = configs.for_stack(M, N, K, dy.element_size(), device, True)
+        config = config or configs.for_stack(M, N, K, dy.element_size(), device, True)
         if config is None:
             raise ValueError(f"no kernel for a stack's layer of {M} x {K} x {N} in {dy.dtype} on {dy.device}")
         launch = gemm_launch.stack((M, N, K, rows), config, strides, flags, dy.is_cuda)

@@ -80,6 +80,11 @@ def calls(triton, monkeypatch):
     return found
 
 
+def merges(dtype):
+    """Whether there is a kernel for all of a layer's backward pass here."""
+    return dtype != torch.float32 and torch.cuda.get_device_capability() == (9, 0) if ON_GPU else True
+
+
 def living(calls):
     """Addresses of what fused products have given and somebody still holds."""
     return {ref().data_ptr() for ref in calls.results if ref() is not None}
@@ -142,12 +147,37 @@ def both(link, run):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(M, D), (2, M // 2, D), (1, D)], ids=str)
 def test_plain_stack(link, calls, dtype, shape):
+    from fusedmlp.impls import _stack
+
     net, x = Stack(dtype), sample(*shape, dtype=dtype)
     got, expected = both(link, lambda: backward(net, x))
     assert_same(got, expected, roundings=32 if dtype == torch.float32 else 8)
+    assert calls.merged == (calls.fused if _stack.MERGE_STACK == "always" and merges(dtype) else 0)
     # Without the link each layer once; with it only the last layer, which has no other behind it.
     assert (calls.fused, calls.pointwise) == (LAYERS - 1, LAYERS + 1)
     assert all(torch.equal(one, other) for one, other in zip(backward(net, x), got, strict=True))
+
+
+def test_layers_of_one_kernel_and_of_several_in_one_stack(link, calls, monkeypatch):
+    """Partial sums go from one to the other whatever comes next."""
+    from fusedmlp.impls import _stack
+
+    if not merges(torch.float16):
+        pytest.skip("there is no kernel for all of a layer's backward pass here")
+    turns = []
+    one_kernel = _stack.merges
+
+    def every_second(*args):
+        turns.append(len(turns) % 2 == 0)
+        return turns[-1] and one_kernel(*args)
+
+    monkeypatch.setattr(_stack, "MERGE_STACK", "always")
+    monkeypatch.setattr(_stack, "merges", every_second)
+    net, x = Stack(torch.float16), sample(dtype=torch.float16)
+    got, expected = both(link, lambda: backward(net, x))
+    assert_same(got, expected, roundings=8)
+    assert turns == [True, False, True]
+    assert (calls.merged, calls.fused) == (2, 3)
 
 
 def test_where_the_fused_product_has_no_rows(link):
@@ -685,6 +715,21 @@ def test_the_switch_and_its_rule(link, monkeypatch):
     assert not pays(width=500)
     assert not pays(rows=500)
     assert not pays(device=1)
+
+
+def test_the_switch_for_one_kernel_and_its_rule(monkeypatch):
+    from fusedmlp.impls import _stack
+
+    asked = []
+    monkeypatch.setattr(_stack, "takes_stack", lambda *args, always=False: asked.append(always) or True)
+    for value, merges, always in (("auto", True, [False]), ("always", True, [True]), ("never", False, [])):
+        monkeypatch.setattr(_stack, "MERGE_STACK", value)
+        assert _stack.merges(*(sample() for _ in range(3))) is merges
+        assert asked == always
+        asked.clear()
+    monkeypatch.setattr(_stack, "MERGE_STACK", "off")
+    with raises(ValueError, "MERGE_STACK", "FUSEDMLP_MERGE_STACK", "'off'", "auto, always, never"):
+        backward(Stack(), sample())
 
 
 def test_without_the_engine_s_internals_layers_compute_for_themselves(monkeypatch):

@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 triton = pytest.importorskip("triton")
 
-from fusedmlp.kernels import configs, gemm, reduce  # noqa: E402
+from fusedmlp.kernels import configs, gemm, gemm_stack, reduce  # noqa: E402
 from fusedmlp.kernels.aot import SHARED_BYTES_PER_BLOCK, KernelReport, compile_kernel  # noqa: E402
 from fusedmlp.kernels.configs import GemmConfig  # noqa: E402
 
@@ -107,6 +107,51 @@ def test_the_preact_is_read_before_the_products(config, approximate):
         programs = 228 * 1024 // (config.shared_bytes(2, True, True) + 1024)
         assert programs * (report.shared_bytes + 1024) <= 228 * 1024
         assert programs * report.registers * 32 * config.num_warps <= 65_536
+
+
+def stack_kernel(config: configs.StackConfig, approximate: str, sum_rows: bool, multiples: tuple) -> KernelReport:
+    dx, dweight = config.dx, config.dweight
+
+    def matrix(*block):
+        return f"tensordesc<bf16{list(block)}>"
+
+    results = matrix(dx.BLOCK_M, dx.BLOCK_N)
+    types = {"dy": matrix(dx.BLOCK_M, dx.BLOCK_K), "weight": matrix(dx.BLOCK_K, dx.BLOCK_N)}
+    types |= {"dpreact": results, "dx": results, "dy_columns": matrix(dweight.BLOCK_K, dweight.BLOCK_M)}
+    types |= {"x": matrix(dweight.BLOCK_K, dweight.BLOCK_N), "dweight": matrix(dweight.BLOCK_M, dweight.BLOCK_N)}
+    pointers = {"preact": "*bf16", "partial_ptr": "*fp32", "sums_ptr": "*fp32", "dbias_ptr": "*bf16"}
+    strides = dict.fromkeys(("stride_dy", "stride_w", "stride_x"), "i32")
+    types |= pointers | strides | dict.fromkeys(("M", "N", "K", "P"), "i32")
+    constants = {"APPROXIMATE": approximate, "SUM_ROWS": sum_rows, "PRECISION": "ieee", "USE_TMA": True}
+    constants |= {name: getattr(dx, name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")}
+    constants |= {"DWEIGHT_K": dweight.BLOCK_M, "DWEIGHT_N": dweight.BLOCK_N, "DWEIGHT_STEP": dweight.BLOCK_K}
+    constants |= {"DWEIGHT_STAGES": dweight.num_stages, "DX_FIRST": config.DX_FIRST}
+    return compile_kernel(
+        gemm_stack._stack_bwd_kernel, types, constants | {"SUM_BLOCK": configs.STACK_COLUMNS}, 90,
+        multiples_of_16=[*pointers, *strides, *multiples], num_warps=dx.num_warps, num_stages=dx.num_stages,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", configs._STACK["one wave, sm_90"], ids=str)
+def test_stack_kernel(config):
+    """Both products by wgmma from shared memory, also dy transposed; what one kind of tile keeps there, the other may
+    use; and as many programs fit as the choice counts on."""
+    assert config.dx.BLOCK_M == configs.STACK_ROWS
+    assert config.dx.num_warps == config.dweight.num_warps
+    for approximate, sum_rows, multiples in (("none", True, MULTIPLES), ("tanh", True, ()), ("none", False, ())):
+        report = stack_kernel(config, approximate, sum_rows, multiples)
+        assert report.stack_bytes == 0
+        assert not re.search(r"^\s*ld\.global", report.ptx, re.MULTILINE), "a load without a mask reads beyond"
+        # The accumulator, then two addresses, a predicate, two signs, and whether each operand is transposed.
+        operands = re.findall(r"wgmma\.mma_async.*?\{[^}]*\}, (%rd\d+), (%rd\d+), [^;]*, (\d), (\d);", report.ptx)
+        assert len(operands) == report.tensor_core["wgmma"] > 0
+        assert {(a, b) for _, _, a, b in operands} == {("0", "1"), ("1", "1")}
+        # Two matrices for a step, all stages but one before the first product, and one more a step.
+        loads = len(re.findall(r"cp\.async\.bulk\.tensor\.\S+shared::\w+\.global\.mbarrier", report.ptx))
+        assert loads >= 2 * (config.dx.num_stages + config.dweight.num_stages)
+        assert report.shared_bytes <= config.shared_bytes(2) <= SHARED_BYTES_PER_BLOCK[90]
+        programs = 228 * 1024 // (config.shared_bytes(2) + 1024)
+        assert programs * report.registers * 32 * config.dx.num_warps <= 65_536
 
 
 def hopper_kernel(backward: bool, approximate: str, flags: dict, b_is_nk: bool, element: str) -> KernelReport:
