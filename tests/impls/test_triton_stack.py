@@ -145,7 +145,7 @@ def both(link, run):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(M, D), (2, M // 2, D), (1, D)], ids=str)
+@pytest.mark.parametrize("shape", [(M, D), (2, M // 2, D), (1, D), (70, D)], ids=str)
 def test_plain_stack(link, calls, dtype, shape):
     from fusedmlp.impls import _stack
 
