@@ -91,6 +91,18 @@ def test_what_is_not_asked_for():
     assert (both[2].numel(), both[4].numel()) == (2 * 24, 40)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_the_operators_fake_kernels(given):
+    pytest.importorskip("fusedmlp.impls.triton")
+    tensors = operands(70, 40, 24, torch.float16)
+    sums = normal(3, 40)
+    checks = ("test_schema", "test_faketensor")
+    operators = torch.ops.fusedmlp_triton
+    arguments = (*tensors, sums if given else None, "none", given)
+    torch.library.opcheck(operators.stack_bwd.default, arguments, test_utils=checks)
+    torch.library.opcheck(operators.column_sum.default, (sums, torch.float16), test_utils=checks)
+
+
 def test_results_are_bit_equal_every_time():
     dy, weight, x, preact = operands(300, 72, 136, torch.float16)
     sums = normal(35, 72)
