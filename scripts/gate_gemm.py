@@ -143,7 +143,7 @@ def _stack(dy: Tensor, weight: Tensor, preact: Tensor, approximate: str) -> Resu
     expected = product * gelu_grad(preact.double(), approximate)
     # Partial sums as from another layer's launch: 33 do not fit one step of the sum.
     sums = normal(33, dy.shape[1], dtype=torch.float32)
-    for config in configs._STACK["one wave, sm_90"]:
+    for config in itertools.chain(*configs._STACK.values()):
         for given, sum_rows in ((sums, True), (None, False)):
             results = linear_gelu.stack_bwd(dy, weight, x, preact, given, approximate, sum_rows, config)
             dpreact, dx, partial, dweight, dbias = results

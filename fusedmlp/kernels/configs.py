@@ -149,6 +149,10 @@ _STACK = {
         StackConfig(GemmConfig("plain", 64, 128, 64, 8, 4, 8, True), GemmConfig("plain", 64, 128, 64, 8, 4, 8)),
         StackConfig(GemmConfig("plain", 64, 64, 128, 8, 3, 4, True), GemmConfig("plain", 64, 64, 128, 8, 3, 4)),
     ],
+    # Less to read from L2, but only where the second wave is as full as the first.
+    "two waves, sm_90": [
+        StackConfig(GemmConfig("plain", 64, 128, 64, 8, 4, 8, True), GemmConfig("plain", 128, 128, 64, 8, 3, 8)),
+    ],
 }
 _STACK_INTERPRETER = StackConfig(
     GemmConfig("plain", 64, 64, 32, 8, 1, 4, True), GemmConfig("plain", 32, 64, 64, 8, 1, 4)
@@ -225,7 +229,8 @@ def for_stack(M: int, N: int, K: int, itemsize: int, device: int, always: bool =
     """For the backward pass of a layer with K out_features, N in_features and M rows, in one kernel.
 
     None where a kernel for each product is faster, or where the card has not what that one needs. It is faster where
-    all programs run at once and hide one another's waiting; `always` asks only whether the card can run it.
+    all programs run at once, or in two full waves, and hide one another's waiting; `always` asks only whether the card
+    can run it.
     """
     if device < 0:
         return _STACK_INTERPRETER
@@ -233,13 +238,20 @@ def for_stack(M: int, N: int, K: int, itemsize: int, device: int, always: bool =
     if capability != (9, 0) or itemsize != 2:
         return None
 
-    fitting = [config for config in _STACK["one wave, sm_90"] if config.shared_bytes(itemsize) <= shared]
+    def fitting(waves: str) -> list[StackConfig]:
+        return [config for config in _STACK[waves] if config.shared_bytes(itemsize) <= shared]
 
-    def one_wave(config: StackConfig) -> bool:
+    def waves(config: StackConfig) -> float:
         a_multiprocessor = (shared + 1024) // (config.shared_bytes(itemsize) + 1024)
-        return config.programs(M, N, K) <= multiprocessors * a_multiprocessor
+        return config.programs(M, N, K) / (multiprocessors * a_multiprocessor)
 
-    at_once = [config for config in fitting if M <= _MOST_STACK_ROWS and one_wave(config)]
-    suitable = at_once or (fitting if always else [])
+    one, two = fitting("one wave, sm_90"), fitting("two waves, sm_90")
+    suitable = [config for config in one if waves(config) <= 1] or [
+        config for config in two if 1.9 <= waves(config) <= 2
+    ]
+    if M > _MOST_STACK_ROWS:
+        suitable = []
+    if always:
+        suitable = suitable or one
     busy = [config for config in suitable if 4 * sum(config.tiles(M, N, K)) >= 3 * multiprocessors]
     return next(iter(busy + suitable[-1:]), None)

@@ -98,14 +98,14 @@ class TrainStep:
 
     def _update(self) -> None:
         """Clips the gradients, updates the parameters and frees the gradients."""
-        parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        gradients = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
+        norm = nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             # Each rank has the norm of its shards.
             norm = norm.full_tensor()
         self.metrics.add("train/grad_norm", norm)
         if self.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
         self.apply()
         self.free_gradients()
 

@@ -132,7 +132,7 @@ def stack_kernel(config: configs.StackConfig, approximate: str, sum_rows: bool, 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", configs._STACK["one wave, sm_90"], ids=str)
+@pytest.mark.parametrize("config", [*itertools.chain(*configs._STACK.values())], ids=str)
 def test_stack_kernel(config):
     """Both products by wgmma from shared memory, also dy transposed; what one kind of tile keeps there, the other may
     use; and as many programs fit as the choice counts on."""

@@ -169,8 +169,10 @@ def test_where_it_is_faster(card):
     for M, width, config in ((1024, 1024, wide), (1024, 768, wide), (1024, 512, narrow), (64, 64, narrow)):
         assert configs.for_stack(M, width, width, 2, 0) == configs.for_stack(M, width, width, 2, 0, True) == config
         assert configs.for_stack(M, width, width, 4, 0, True) is None, "fp32"
-    # More programs than run at once; few tiles with long sums.
-    for M, width in ((1024, 2048), (1024, 1152), (4096, 128)):
+    # All but two waves.
+    assert configs.for_stack(1024, 2048, 2048, 2, 0) == configs._STACK["two waves, sm_90"][0]
+    # More programs than run at once, and no two full waves; few tiles with long sums.
+    for M, width in ((1024, 1152), (1024, 1536), (1024, 2560), (4096, 128), (4096, 1024)):
         assert configs.for_stack(M, width, width, 2, 0) is None
         assert configs.for_stack(M, width, width, 2, 0, True) in (wide, narrow)
     for other in ((8, 0), (10, 0), (12, 0)):
