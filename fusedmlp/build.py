@@ -1,10 +1,12 @@
-"""Builds the CUDA C++ kernels of impl=cuda: by itself on first use, or ahead of it.
+"""Builds the CUDA C++ kernels of impl=cuda: by itself on first use, or ahead of it; Triton's kernels ahead of theirs.
 
-    python -m fusedmlp.build                      # for the GPUs of this machine
-    python -m fusedmlp.build --arch 8.0 9.0 10.0  # for others; needs no GPU
+    python -m fusedmlp.build                      # both, for the GPUs of this machine
+    python -m fusedmlp.build --impl triton --dtypes bf16
+    python -m fusedmlp.build --arch 8.0 9.0 10.0  # CUDA C++ for others; needs no GPU
 
 The library is kept in $FUSEDMLP_CACHE/cuda (else fusedmlp/cuda in the user's cache folder), one for each version of
-PyTorch, of its CUDA and of the sources. One process builds, others wait for it.
+PyTorch, of its CUDA and of the sources. One process builds, others wait for it. Triton's kernels go into Triton's own
+cache, ~/.triton/cache or $TRITON_CACHE_DIR; `kernels/ahead/calls.py` says which calls then find theirs there.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from fusedmlp import impls
 from fusedmlp.cache import cache_dir
 from fusedmlp.kernels import toolchain
 
@@ -193,20 +196,81 @@ def _arch(text: str) -> int:
     return int(text.replace(".", ""))
 
 
+IMPLS = ("cuda", "triton")
+DTYPES = ("bf16", "fp16", "fp32", "tf32")
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusedmlp.build", description="Build the kernels of impl=cuda.")
-    parser.add_argument("--arch", nargs="+", type=_arch, help="compute capabilities; default: this machine's GPUs")
-    parser.add_argument("--verbose", action="store_true", help="show the compilers' commands and output")
+    """The command line. Returns: 0 if all that was asked for is built, else 1; 2 for wrong arguments."""
+    options = _parse(arguments)
+    results = []
+    if "cuda" in options.impl:
+        results.append(_build_cuda(options.arch or visible_archs(), options.verbose))
+    if "triton" in options.impl:
+        results.append(_build_triton(options.dtypes, options.jobs))
+    return 0 if all(results) else 1
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedmlp.build",
+        description="Build the kernels of impl=cuda and impl=triton ahead of their use.",
+    )
+    parser.add_argument("--impl", nargs="+", choices=IMPLS, help="which; default: both, cuda alone with --arch")
+    parser.add_argument(
+        "--arch", nargs="+", type=_arch, help="cuda: compute capabilities; default: this machine's GPUs"
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=DTYPES,
+        help="triton: of tensors, tf32 for fp32 with TF32 products",
+    )
+    parser.add_argument("--jobs", type=_count, help="triton: processes at once; default: the cores of this machine")
+    parser.add_argument("--verbose", action="store_true", help="cuda: show the compilers' commands and output")
     options = parser.parse_args(arguments)
-    archs = options.arch or visible_archs()
-    if not archs:
-        parser.error("there is no CUDA GPU here; name the compute capabilities to build for: --arch 9.0")
+    options.impl = options.impl or (["cuda"] if options.arch else list(IMPLS))
+    if "cuda" in options.impl and not (options.arch or visible_archs()):
+        parser.error(
+            "there is no CUDA GPU here; name the compute capabilities to build the CUDA C++ kernels for: --arch 9.0 "
+            "(Triton's are compiled where their GPU is)"
+        )
+    return options
+
+
+def _build_cuda(archs: list[int], verbose: bool) -> bool:
     try:
-        print(build(archs, options.verbose))
+        print(build(archs, verbose))
     except RuntimeError as error:
         print(error, file=sys.stderr)
-        return 1
-    return 0
+        return False
+    return True
+
+
+def _build_triton(dtypes: list[str], jobs: int | None) -> bool:
+    reason = impls.unavailable("triton")
+    if reason is None and os.environ.get("TRITON_INTERPRET") == "1":
+        reason = "TRITON_INTERPRET=1 is set, and the interpreter compiles nothing"
+    if reason is not None:
+        print(f"the Triton kernels cannot be compiled: {reason}", file=sys.stderr)
+        return False
+    # Imported here because it needs Triton.
+    from fusedmlp.kernels.ahead.run import compile_ahead
+
+    try:
+        report = compile_ahead(_say, dtypes, jobs)
+    except KeyboardInterrupt:
+        print("interrupted; Triton kernels that are compiled are kept, and the same command goes on", file=sys.stderr)
+        return False
+    print(report)
+    return not report.failures
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes, 1 or more")
+    return int(text)
 
 
 if __name__ == "__main__":

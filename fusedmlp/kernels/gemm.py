@@ -8,7 +8,8 @@
 where B_IS_NK, else as (K, N), with contiguous rows either way; results have contiguous rows of N. With USE_TMA the
 matrices are tensor descriptors (rows of a multiple of 16 bytes), else pointers with 64-bit offsets and masks.
 
-A program computes every num_programs-th tile, accumulating in fp32; or, backward with PREACT_FIRST, just one.
+A program computes every num_programs-th tile, accumulating in fp32; or, backward with PREACT_FIRST, just one. The
+compiler makes the same code whatever it knows of num_programs, so it is told nothing: less to compile.
 """
 
 import triton
@@ -76,7 +77,7 @@ def _product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_programs"])
 def _linear_gelu_fwd_kernel(
     x, weight, act, preact, bias_ptr, stride_x, stride_w, M, N, K, num_programs,
     APPROXIMATE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -147,7 +148,7 @@ def _dgelu_tile(
         tl.store(partial_ptr + pid_m.to(tl.int64) * N + offs_n, sums, mask=offs_n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_programs"])
 def _dgelu_kernel(
     dy, weight, preact, dpreact, second, partial_ptr, stride_dy, stride_w, M, N, K, num_programs,
     APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, STORE_PRODUCT: tl.constexpr,

@@ -379,7 +379,7 @@ def _ring(a_desc, b_desc, STAGES: gl.constexpr):
     return _tiles(a_desc, STAGES), _tiles(b_desc, STAGES), _barriers(STAGES), _barriers(STAGES)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "num_programs"])
 def _hopper_linear_gelu_fwd_kernel(
     x_desc, weight_desc, act_desc, preact_desc, bias_ptr, M, N, K, num_programs,
     APPROXIMATE: gl.constexpr, HAS_BIAS: gl.constexpr, STORE_PREACT: gl.constexpr, B_IS_NK: gl.constexpr,
@@ -404,7 +404,7 @@ def _hopper_linear_gelu_fwd_kernel(
     # fmt: on
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_programs"])
 def _hopper_dgelu_kernel(
     dy_desc, weight_desc, preact_desc, dpreact_desc, second_desc, partial_ptr, M, N, K, num_programs,
     APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr, SUM_ROWS: gl.constexpr, STORE_PRODUCT: gl.constexpr,

@@ -23,6 +23,9 @@ _MAX_MAPS = 1024
 
 Block = tuple[int, int]
 
+# Who gets kernel, arguments and options of each launch in place of the GPU: see ahead/specialisation.py.
+recorder: Callable[[Any, tuple, dict[str, Any]], None] | None = None
+
 
 class Matrix(NamedTuple):
     """What Triton reads of a tensor descriptor when it encodes it."""
@@ -66,6 +69,9 @@ class Launch:
             tensors[place] if block is None else self._descriptor(tensors[place], list(block))
             for place, block in self._arguments
         ]
+        if recorder is not None:
+            recorder(self._kernel, (*arguments, *self._scalars), self._options)
+            return
         compiled = self._kernel[self._grid](*arguments, *self._scalars, **self._options)
         if self._direct is None and compiled is not None and _TRITON in _DIRECT_TRITON:
             self._direct = _direct_launch(compiled, self._grid, self._arguments, tensors, self._scalars)

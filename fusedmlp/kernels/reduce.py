@@ -67,7 +67,7 @@ def column_sum_block(partial_ptr, out_ptr, first, P, N, BLOCK_P: tl.constexpr, B
     tl.store(out_ptr + offs_n, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _column_sum_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     """out (N,) = column sums of partial (P, N); a program sums BLOCK_N columns."""
     column_sum_block(partial_ptr, out_ptr, tl.program_id(0) * BLOCK_N, P, N, BLOCK_P, BLOCK_N)
