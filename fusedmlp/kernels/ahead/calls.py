@@ -1,7 +1,8 @@
 """Calls of the launchers that between them launch every kernel that training or using a real network does.
 
-That is: features in multiples of 16 and more than one row; softmax over 64 rows or more, of any width up to 270,000,
-which follow one another without gaps; tensors that begin on 16 bytes. Other calls work too; their first one compiles.
+That is: features in multiples of 16 and more than one row; softmax over rows of any width up to 270,000 that follow one
+another without gaps, 512 of them or more where they are wider than 8192; tensors that begin on 16 bytes. Other calls
+work too; their first one compiles.
 
 `M` rows, `K` summed over, `N` columns of a GEMM's result.
 """
@@ -124,17 +125,22 @@ def _forward(M: int, K: int, N: int, dtype: torch.dtype, device: int) -> None:
 def _backward(M: int, K: int, N: int, dtype: torch.dtype, device: int) -> None:
     weight = _empty(K, N, dtype=dtype, device=device)
     transposed = _empty(N, K, dtype=dtype, device=device).t()
-    # Of an MLP, with act computed again where it is not kept, and between layers of a stack.
-    seconds = [(False, False)]
-    if os.environ.get("FUSEDMLP_MLP_KEEP") == "preact":
-        seconds.append((True, False))
-    if dtype.itemsize == 2:
-        seconds.append((False, True))
     for rows in (M, M + 1):
         dy, preact = _empty(rows, K, dtype=dtype, device=device), _empty(rows, N, dtype=dtype, device=device)
-        for kind, (act, product), need_dbias in itertools.product(KINDS, seconds, (False, True)):
-            dgelu_gemm(dy, weight, preact, kind, act, need_dbias, product)
+        for kind, second, need_dbias in itertools.product(KINDS, _seconds(dtype, device), (False, True)):
+            dgelu_gemm(dy, weight, preact, kind, second == "act", need_dbias, second == "product")
         dgelu_gemm(dy, transposed, preact, "tanh", False, True)
+
+
+def _seconds(dtype: torch.dtype, device: int) -> list[str]:
+    """What the GEMM with dGELU gives beside dpreact: nothing, act where an MLP does not keep it, dx in a stack."""
+    found = [""]
+    if os.environ.get("FUSEDMLP_MLP_KEEP") == "preact":
+        found.append("act")
+    link = os.environ.get("FUSEDMLP_LINK_STACK", "auto")
+    if link == "always" or (link == "auto" and dtype.itemsize == 2 and configs.has_tma(device)):
+        found.append("product")
+    return found
 
 
 def _softmaxes(dtype: torch.dtype, device: int) -> None:

@@ -80,7 +80,7 @@ class Specialisation:
 def specialisation(kernel: Any, arguments: tuple, options: dict[str, Any]) -> Specialisation:
     """What a launch of `kernel` with these arguments is compiled for."""
     kinds = tuple(_kind(value, parameter) for value, parameter in zip(arguments, kernel.params, strict=True))
-    return Specialisation(kernel.__module__, kernel.__name__, kinds, tuple(sorted(options.items())))
+    return Specialisation(kernel.__module__, kernel.__name__, kinds, tuple(options.items()))
 
 
 def _kind(value: Any, parameter: Any) -> Any:
