@@ -82,7 +82,7 @@ def _compile_for(
     began = told = time.perf_counter()
     ended = 0
     try:
-        for outcome in in_processes(build, missing, processes, prepare=torch.cuda.set_device, arguments=(device,)):
+        for outcome in in_processes(build, missing, processes, prepare=_on_gpu, arguments=(device,)):
             if outcome.item is None:
                 say(f"a process to compile in could not start: {outcome.failure}")
                 continue
@@ -99,6 +99,12 @@ def _compile_for(
                 say(f"{ended} of {len(missing)} Triton kernels, {now - began:.0f} s")
     finally:
         record.write()
+
+
+def _on_gpu(device: int) -> None:
+    """Make a GPU the process's own, with a context, which Triton expects."""
+    torch.cuda.set_device(device)
+    torch.empty(1, device="cuda")
 
 
 def _processes(device: int) -> int:
