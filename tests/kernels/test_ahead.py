@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -94,7 +95,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("card", "dtype"), [(H200, "bf16"), (H200, "fp32"), (A100, "fp16")], ids=str)
+@pytest.mark.parametrize(
+    ("card", "dtype"), [(H200, "bf16"), (H200, "fp32"), (A100, "bf16")], ids=lambda value: getattr(value, "name", value)
+)
 def test_typical_calls_find_their_kernels(card, dtype, hopper, no_gpu):
     plan = planned(card, dtype)
     keys = {key(item.kernel(), item.stand_ins(), dict(item.options)) for item in plan}
@@ -111,8 +114,8 @@ def test_typical_calls_find_their_kernels(card, dtype, hopper, no_gpu):
     assert len(launched) > 50
 
 
-def empty(*shape, dtype=torch.bfloat16):
-    return torch.empty(shape, dtype=dtype, device="cuda:0")
+def empty(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda:0")
 
 
 @pytest.mark.parametrize("card", [H200, A100], ids=lambda card: card.name)
@@ -165,6 +168,14 @@ def test_every_configuration_is_covered(card, backward, hopper, monkeypatch):
         shared = configs.card(0)[2]
         fitting = {config for config in there if config.shared_bytes(2, has_tma, backward) <= shared}
         assert set(calls.chosen_at(torch.float16, "ieee", backward, 0)) == fitting
+
+
+def test_the_other_dtypes_have_as_many_kernels(hopper):
+    def kinds(dtype):
+        return Counter((item.name, item.options) for item in planned(H200, dtype))
+
+    assert kinds("fp16") == kinds("bf16")
+    assert {item.name for item in planned(H200, "fp32")} <= {item.name for item in planned(H200, "bf16")}
 
 
 def test_what_was_measured_before_is_covered(hopper, monkeypatch):

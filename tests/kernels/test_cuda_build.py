@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,13 +306,99 @@ def test_the_command_line(toolchain_here, tiny, capsys, monkeypatch):
     assert "no nvcc here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "words"), [([], "--arch 9.0"), (["--arch", "sm90"], "'sm90'")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--arch 9.0"), (["--arch", "sm90"], "'sm90'"), (["--impl", "native"], "'native'"),
+        (["--impl", "triton", "--jobs", "0"], "'0' is not a number of processes"), (["--dtypes", "int8"], "'int8'"),
+    ],
+)  # fmt: skip
 def test_a_command_line_that_is_wrong(arguments, words, capsys, monkeypatch):
     monkeypatch.setattr(build, "visible_archs", list)
     with pytest.raises(SystemExit) as exit_:
         build.main(arguments)
     assert exit_.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """A machine with a GPU, on which both parts of the command do as they are told, and what was asked of them."""
+    asked = SimpleNamespace(cuda=[], triton=[], cuda_error=None, report=SimpleNamespace(failures=[]))
+
+    def build_cuda(archs, verbose):
+        asked.cuda.append((archs, verbose))
+        if asked.cuda_error:
+            raise asked.cuda_error
+        return Path("library.so")
+
+    def compile_ahead(say, dtypes, jobs):
+        asked.triton.append((list(dtypes), jobs))
+        if isinstance(asked.report, BaseException):
+            raise asked.report
+        return asked.report
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(build, "visible_archs", lambda: [90])
+    monkeypatch.setattr(build, "build", build_cuda)
+    monkeypatch.setattr(build.impls, "unavailable", lambda name: None)
+    monkeypatch.setitem(sys.modules, "fusedmlp.kernels.ahead.run", SimpleNamespace(compile_ahead=compile_ahead))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cuda", "triton"),
+    [
+        ([], [([90], False)], [(["bf16", "fp16", "fp32", "tf32"], None)]),
+        (["--impl", "cuda", "--verbose"], [([90], True)], []),
+        (["--impl", "triton", "--dtypes", "bf16", "--jobs", "3"], [], [(["bf16"], 3)]),
+        # For other machines only what can be built for them.
+        (["--arch", "8.0", "9.0"], [([80, 90], False)], []),
+        (["--arch", "8.0", "--impl", "triton", "cuda"], [([80], False)], [(["bf16", "fp16", "fp32", "tf32"], None)]),
+    ],
+)
+def test_what_is_built(both, arguments, cuda, triton, capsys):
+    assert build.main(arguments) == 0
+    assert (both.cuda, both.triton) == (cuda, triton)
+    printed = capsys.readouterr().out
+    assert ("library.so" in printed, "namespace" in printed) == (bool(cuda), bool(triton))
+
+
+def test_one_that_fails_does_not_stop_the_other(both, capsys):
+    both.cuda_error = RuntimeError("the CUDA kernels cannot be built: no nvcc")
+    assert build.main([]) == 1
+    assert len(both.triton) == 1
+    printed = capsys.readouterr()
+    assert "no nvcc" in printed.err
+    assert "namespace" in printed.out
+    both.cuda_error, both.report = None, SimpleNamespace(failures=["could not compile x"])
+    assert build.main([]) == 1
+    assert "library.so" in capsys.readouterr().out
+
+
+def test_an_interruption_is_one_line(both, capsys):
+    both.report = KeyboardInterrupt()
+    assert build.main(["--impl", "triton"]) == 1
+    assert "are kept, and the same command goes on" in capsys.readouterr().err
+
+
+def test_triton_where_it_cannot_run(both, monkeypatch, capsys):
+    monkeypatch.setattr(build.impls, "unavailable", lambda name: "there is no CUDA GPU; use impl=native")
+    assert build.main(["--impl", "triton"]) == 1
+    assert "the Triton kernels cannot be compiled: there is no CUDA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(build.impls, "unavailable", lambda name: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert build.main([]) == 1
+    assert both.cuda
+    assert "TRITON_INTERPRET=1 is set" in capsys.readouterr().err
+    assert both.triton == []
+
+
+def test_dtypes_are_those_that_are_planned():
+    pytest.importorskip("triton")
+    from fusedmlp.kernels.ahead import calls
+
+    assert tuple(calls.DTYPES) == build.DTYPES
 
 
 IMPORT = """
