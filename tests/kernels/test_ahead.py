@@ -271,7 +271,9 @@ def test_a_kernel_that_does_not_compile_says_so(no_gpu):
     bad = specialisation(gelu._gelu_fwd_kernel, (x, x, 32, "tanh", 1000), {"num_warps": 4})
     with pytest.raises(triton.compiler.CompilationError):
         build(bad)
-    assert str(bad) == "_gelu_fwd_kernel(bfloat16, APPROXIMATE=tanh, BLOCK=1000, num_warps=4)"
+    assert str(bad) == "_gelu_fwd_kernel(bfloat16, n=16n, APPROXIMATE=tanh, BLOCK=1000, num_warps=4)"
+    for n, words in ((1, "n=1"), (30, "n=n"), (2**40, "n=16n >= 2**31")):
+        assert f" {words}, " in str(specialisation(gelu._gelu_fwd_kernel, (x, x, n, "tanh", 1000), {}))
 
 
 def test_recording_leaves_nothing_behind(hopper):
@@ -339,13 +341,31 @@ def test_one_that_fails_is_named_and_tried_again(machine):
     report = machine.run("tf32")
     assert report.failures
     assert report.compiled + len(report.failures) == report.kernels
-    assert all("could not compile _linear_gelu_fwd_kernel(float32, APPROX" in line for line in report.failures)
+    assert all("could not compile _linear_gelu_fwd_kernel(float32, stride_x=16n," in line for line in report.failures)
     assert all(line.endswith(": CompilationError: at 7:3") for line in report.failures)
     assert [line for line in machine.said if "could not" in line] == report.failures
-    assert str(report).endswith(f"{len(report.failures)} failed")
+    assert f"{report.compiled} of {report.kernels} Triton kernels are in" in str(report)
+    assert str(report).endswith(f"{len(report.failures)} are not")
     machine.fails, machine.compiled[:] = (lambda item: None), []
     again = machine.run("tf32")
     assert (again.failures, len(machine.compiled)) == ([], len(report.failures))
+
+
+def test_a_reason_that_all_share_does_not_fill_the_screen(machine):
+    machine.fails = lambda item: "FileNotFoundError: ptxas"
+    report = machine.run("tf32")
+    assert len(report.failures) == report.kernels > run.MOST_LINES
+    assert len(machine.said) == 1 + run.MOST_LINES
+
+
+def test_no_process_to_compile_in(machine, monkeypatch):
+    reason = Outcome(None, "AcceleratorError: CUDA error: out of memory")
+    monkeypatch.setattr(run, "in_processes", lambda *args, **kwargs: iter([reason, reason]))
+    report = machine.run("tf32")
+    assert machine.said[1] == "a process to compile in could not start: AcceleratorError: CUDA error: out of memory"
+    assert machine.said[2:] == report.failures
+    assert report.failures == [f"{report.kernels} Triton kernels were not compiled: no process was left to compile in"]
+    assert str(report).startswith(f"0 of {report.kernels} Triton kernels are in")
 
 
 def test_progress_is_told(machine, monkeypatch):

@@ -21,6 +21,8 @@ from fusedmlp.kernels.ahead.specialisation import Specialisation, build
 from fusedmlp.kernels.ahead.workers import in_processes
 
 PROGRESS_S = 5.0
+# Where more than these fail, it is for one reason.
+MOST_LINES = 20
 # A process holds a context of about half a GB on the GPU, and as much in the host's memory.
 MOST_PROCESSES, GPU_BYTES = 32, 2**30
 
@@ -30,20 +32,22 @@ class Report:
     """What was done.
 
     Attributes:
-        folder: Triton's cache.  kernels: how many are wanted.  compiled: how many of them were compiled just now.
+        folder: Triton's cache.  kernels: how many are wanted.
+        found, compiled: how many of them were there already, and how many were compiled just now.
         failures: a line for each that could not be.  seconds: all in all.
     """
 
     folder: Path
     kernels: int = 0
+    found: int = 0
     compiled: int = 0
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def __str__(self) -> str:
         if self.failures:
-            lost = self.kernels - len(self.failures)
-            return f"{lost} of {self.kernels} Triton kernels are in {self.folder}, {len(self.failures)} failed"
+            there = self.found + self.compiled
+            return f"{there} of {self.kernels} Triton kernels are in {self.folder}, {self.kernels - there} are not"
         if not self.compiled:
             return f"all {self.kernels} Triton kernels are in {self.folder} already"
         return f"compiled {self.compiled} Triton kernels in {self.seconds:.0f} s, {self.kernels} are in {self.folder}"
@@ -74,31 +78,51 @@ def _compile_for(
     record = Record(device, report.folder)
     missing = [item for item in wanted if item not in record]
     report.kernels += len(wanted)
+    report.found += len(wanted) - len(missing)
     if not missing:
         return
     processes = min(processes or _processes(device), len(missing))
     name, processes_word = configs.card(device)[3], "process" if processes == 1 else "processes"
     say(f"compiling {len(missing)} of {len(wanted)} Triton kernels for {name} in {processes} {processes_word} ...")
-    began = told = time.perf_counter()
-    ended = 0
+    progress = _Progress(len(missing), say)
     try:
         for outcome in in_processes(build, missing, processes, prepare=_on_gpu, arguments=(device,)):
             if outcome.item is None:
-                say(f"a process to compile in could not start: {outcome.failure}")
+                progress.failed(f"a process to compile in could not start: {outcome.failure}")
                 continue
-            ended += 1
+            progress.one_more()
             if outcome.failure is None:
                 report.compiled += 1
                 record.add(outcome.item)
             else:
                 report.failures.append(f"could not compile {outcome.item}: {outcome.failure}")
-                say(report.failures[-1])
-            now = time.perf_counter()
-            if now - told >= PROGRESS_S:
-                told = now
-                say(f"{ended} of {len(missing)} Triton kernels, {now - began:.0f} s")
+                progress.failed(report.failures[-1])
     finally:
         record.write()
+    if left := len(missing) - progress.ended:
+        report.failures += [f"{left} Triton kernels were not compiled: no process was left to compile in"]
+        say(report.failures[-1])
+
+
+class _Progress:
+    """Tells of items that ended every few seconds, and of the first failures that differ."""
+
+    def __init__(self, total: int, say: Callable[[str], None]):
+        self.total, self.say, self.ended = total, say, 0
+        self.began = self.told = time.perf_counter()
+        self.failures: set[str] = set()
+
+    def one_more(self) -> None:
+        self.ended += 1
+        now = time.perf_counter()
+        if now - self.told >= PROGRESS_S:
+            self.told = now
+            self.say(f"{self.ended} of {self.total} Triton kernels, {now - self.began:.0f} s")
+
+    def failed(self, line: str) -> None:
+        if line not in self.failures and len(self.failures) < MOST_LINES:
+            self.say(line)
+            self.failures.add(line)
 
 
 def _on_gpu(device: int) -> None:

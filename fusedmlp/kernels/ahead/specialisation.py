@@ -68,13 +68,19 @@ class Specialisation:
         return [value.stand_in() if isinstance(value, Descriptor) else value for value in self.arguments]
 
     def __str__(self) -> str:
-        kernel = self.kernel()
-        values = zip(kernel.params, self.arguments, strict=True)
-        constants = [f"{parameter.name}={value}" for parameter, value in values if parameter.is_constexpr]
-        dtypes = (value.dtype for value in self.arguments if isinstance(value, Pointer | Descriptor))
-        dtype = str(next(dtypes)).removeprefix("torch.")
+        values = [(p, value) for p, value in zip(self.kernel().params, self.arguments, strict=True)]
+        tensors = (value for _, value in values if isinstance(value, Pointer | Descriptor))
+        dtype = str(next(tensors).dtype).removeprefix("torch.")
+        sizes = [f"{p.name}={_in_words(v)}" for p, v in values if isinstance(v, int) and not p.is_constexpr]
+        constants = [f"{p.name}={value}" for p, value in values if p.is_constexpr]
         options = [f"{name}={value}" for name, value in self.options]
-        return f"{self.name}({', '.join([dtype, *constants, *options])})"
+        return f"{self.name}({', '.join([dtype, *sizes, *constants, *options])})"
+
+
+def _in_words(value: int) -> str:
+    """An integer of those that stand for their kind: n any, 16n a multiple of 16."""
+    kind = {1: "1", 0: "16n"}.get(value if value == 1 else value % 16, "n")
+    return f"{kind} >= 2**31" if value > 16 else kind
 
 
 def specialisation(kernel: Any, arguments: tuple, options: dict[str, Any]) -> Specialisation:

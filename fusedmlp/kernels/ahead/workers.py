@@ -32,6 +32,8 @@ def in_processes(
 ) -> Iterator[Outcome]:
     """`work(item)` for each item in `count` processes; outcomes in the order in which they come.
 
+    Where no process can be started, items are left without an outcome.
+
     Args:
         work, prepare: functions of a module; `prepare(*arguments)` runs once in each process.
         silent_s: seconds that an item may take before its process is ended and the item counts as failed.
@@ -57,8 +59,6 @@ def in_processes(
                 running -= 1
             else:
                 yield outcome
-        while not waiting.empty():
-            yield Outcome(waiting.get(), "no process was left to do it")
     finally:
         stop.set()
         for keeper in keepers:
