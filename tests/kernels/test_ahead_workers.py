@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedmlp.kernels.ahead import workers
 from fusedmlp.kernels.ahead.workers import Outcome, in_processes
 
 
@@ -41,6 +42,15 @@ def test_what_fails_dies_or_hangs_costs_nothing_else(work, tmp_path):
 def test_processes_that_cannot_start_are_told_and_nothing_waits(work):
     outcomes = list(in_processes(work.do, ["a", "b"], 1, work.prepare, ("fails",)))
     assert outcomes == [Outcome(None, "RuntimeError: no GPU in this process")]
+
+
+def test_a_machine_that_starts_no_more_processes(work, monkeypatch):
+    def fork(process):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(workers.multiprocessing.get_context("spawn").Process, "start", fork)
+    (outcome,) = in_processes(work.do, ["a"], 1)
+    assert outcome == Outcome(None, "[Errno 11] Resource temporarily unavailable")
 
 
 def test_who_stops_listening_ends_the_processes(work):

@@ -74,12 +74,13 @@ def _keep(waiting, outcomes, stop: threading.Event, job: tuple, start_s: float, 
                 item = waiting.get_nowait()
             except queue.Empty:
                 return
-            if worker is None:
-                worker = _Worker(job)
-                if (reason := worker.answer(start_s, stop)) is not None:
-                    waiting.put(item)
-                    outcomes.put(Outcome(None, reason))
-                    return
+            try:
+                worker = worker or _Worker(job, start_s, stop)
+            except OSError as error:
+                # Another process may still take it.
+                waiting.put(item)
+                outcomes.put(Outcome(None, str(error)))
+                return
             failure = worker.answer(silent_s, stop, item)
             if not worker.usable:
                 worker.end()
@@ -92,15 +93,21 @@ def _keep(waiting, outcomes, stop: threading.Event, job: tuple, start_s: float, 
 
 
 class _Worker:
-    """A process that runs items sent to it, and answers None or the failure in words; first of all about its start."""
+    """A process that runs items sent to it, and answers None or the failure in words.
 
-    def __init__(self, job: tuple):
+    Raises: OSError if it cannot be started or prepared.
+    """
+
+    def __init__(self, job: tuple, start_s: float, stop: threading.Event):
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, *job), daemon=True)
         self.process.start()
         other.close()
         self.usable = True
+        if (reason := self.answer(start_s, stop)) is not None:
+            self.end()
+            raise ChildProcessError(reason)
 
     def answer(self, timeout_s: float, stop: threading.Event, *item: Any) -> str | None:
         """What it answers to an item. Raises nothing: a process that is silent or gone is not `usable` any more."""
