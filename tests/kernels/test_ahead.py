@@ -22,12 +22,12 @@ from fusedmlp.bench.cases import parse_case  # noqa: E402
 from fusedmlp.bench.inspection.fake_gpu import fake_gpu  # noqa: E402
 from fusedmlp.bench.inspection.triton_kernels import record  # noqa: E402
 from fusedmlp.impls import triton as impl_triton  # noqa: E402
-from fusedmlp.kernels import configs, gelu, gemm, reduce, softmax, softmax_team, softmax_wide  # noqa: E402
+from fusedmlp.kernels import configs, gelu, gemm, gemm_stack, reduce, softmax, softmax_team, softmax_wide  # noqa: E402
 from fusedmlp.kernels.ahead import calls, run  # noqa: E402
 from fusedmlp.kernels.ahead.specialisation import build, recorded, specialisation  # noqa: E402
 from fusedmlp.kernels.ahead.workers import Outcome  # noqa: E402
 from fusedmlp.kernels.configs import Problem  # noqa: E402
-from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd  # noqa: E402
+from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd, stack_bwd, takes_stack  # noqa: E402
 from fusedmlp.kernels.softmax import softmax_bwd, softmax_fwd  # noqa: E402
 
 H200, A100 = find_card("h200"), find_card("a100")
@@ -39,7 +39,7 @@ HAS_GLUON = configs.TRITON in ("3.6", "3.8")
 def hopper(monkeypatch):
     if HAS_GLUON:
         monkeypatch.setattr(configs, "HOPPER_TRITON", (configs.TRITON,))
-    for variable in ("FUSEDMLP_TUNE", "FUSEDMLP_MLP_KEEP", "FUSEDMLP_LINK_STACK"):
+    for variable in ("FUSEDMLP_TUNE", "FUSEDMLP_MLP_KEEP", "FUSEDMLP_LINK_STACK", "FUSEDMLP_MERGE_STACK"):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -135,6 +135,16 @@ def test_no_size_that_a_network_has_is_left_out(card, hopper):
             linear_gelu_fwd(empty(M, K), empty(K, N).t(), empty(N), "tanh", grads < 0.5)
             if card is H200:
                 dgelu_gemm(empty(M, N), empty(N, K), empty(M, K), kind, False, grads < 0.5, True)
+        merged = 0
+        for dim, kind, batch in itertools.product(
+            (256, 512, 768, 1024, 1152, 2048), calls.KINDS, (256, 999, 1024, 2048)
+        ):
+            dy, weight, bias = empty(batch, dim), empty(dim, dim), generator.choice((None, "of one", "of all"))
+            if takes_stack(dy, weight, dy):
+                sums = torch.empty((batch + 63) // 64, dim, device="cuda:0") if bias == "of all" else None
+                stack_bwd(dy, weight, dy, dy, sums, kind, bias is not None)
+                merged += 1
+        assert merged > 20 or card is not H200
         for _ in range(200):
             n_cols = generator.randrange(2, 2 ** generator.randrange(2, 19) + 1)
             x = empty(generator.choice((512, 521, 4096, 2**16 + 3) if n_cols > 8192 else (2, 16, 4099)), n_cols)
@@ -170,6 +180,16 @@ def test_every_configuration_is_covered(card, backward, hopper, monkeypatch):
         assert set(calls.chosen_at(torch.float16, "ieee", backward, 0)) == fitting
 
 
+def test_every_configuration_of_a_stack_is_covered(hopper):
+    generator = random.Random(2)
+    with fake_gpu(H200):
+        covered = calls.stack_configs(torch.float16, 0)
+        for _ in range(2000):
+            M, N, K = (16 * generator.randrange(1, 160) for _ in range(3))
+            found = configs.for_stack(M, N, K, 2, 0, generator.random() < 0.5)
+            assert found is None or found in covered
+
+
 def test_the_other_dtypes_have_as_many_kernels(hopper):
     def kinds(dtype):
         return Counter((item.name, item.options) for item in planned(H200, dtype))
@@ -192,7 +212,7 @@ def test_what_was_measured_before_is_covered(hopper, monkeypatch):
 
 
 def test_every_kernel_is_in_the_plan_but_that_for_rows_beyond_it(hopper):
-    modules = [gelu, gemm, reduce, softmax, softmax_team]
+    modules = [gelu, gemm, gemm_stack, reduce, softmax, softmax_team]
     if HAS_GLUON:
         from fusedmlp.kernels import gemm_hopper
 
@@ -280,12 +300,14 @@ def test_recording_leaves_nothing_behind(hopper):
     """Launches that were recorded launch nothing, and none of them is found later."""
     from fusedmlp.kernels import linear_gelu, prepared
 
-    before = dict(prepared._prepared), dict(linear_gelu._prepared)
+    tables = (prepared._prepared, linear_gelu._prepared, linear_gelu._prepared_stack)
+    before = [dict(table) for table in tables]
     with fake_gpu(H200), recorded() as found:
         gelu.gelu_fwd(empty(64), "none")
         linear_gelu_fwd(empty(64, 64), empty(64, 64), None, "none", False)
-    assert len(found) == 2
-    assert (prepared._prepared, linear_gelu._prepared) == before
+        stack_bwd(empty(64, 64), empty(64, 64), empty(64, 64), empty(64, 64), None, "none", False)
+    assert len(found) == 3
+    assert [dict(table) for table in tables] == before
     assert prepared.recorder is None
 
 

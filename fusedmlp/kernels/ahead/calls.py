@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fusedmlp.kernels import choice, configs
 from fusedmlp.kernels.ahead.specialisation import Specialisation, recorded
-from fusedmlp.kernels.configs import GemmConfig, Problem
+from fusedmlp.kernels.configs import GemmConfig, Problem, StackConfig
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
-from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd
+from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd, stack_bwd
 from fusedmlp.kernels.reduce import dgelu_dbias
 from fusedmlp.kernels.softmax import softmax_bwd, softmax_fwd
 
@@ -41,6 +41,7 @@ def specialisations(device: int, dtypes: Sequence[str]) -> list[Specialisation]:
             dtype, precision = DTYPES[name], "tf32" if name == "tf32" else "ieee"
             with _fp32_precision(precision):
                 _gemms(dtype, precision, device)
+                _stacks(dtype, device)
             if name != "tf32":
                 _pointwise(dtype, device)
                 _softmaxes(dtype, device)
@@ -48,7 +49,7 @@ def specialisations(device: int, dtypes: Sequence[str]) -> list[Specialisation]:
 
 
 def _rank(item: Specialisation) -> int:
-    order = ("gemm_hopper", "gemm", "softmax_team")
+    order = ("gemm_hopper", "gemm_stack", "gemm", "softmax_team")
     module = item.module.rpartition(".")[2]
     return order.index(module) if module in order else len(order)
 
@@ -141,6 +142,29 @@ def _seconds(dtype: torch.dtype, device: int) -> list[str]:
     if link == "always" or (link == "auto" and dtype.itemsize == 2 and configs.has_tma(device)):
         found.append("product")
     return found
+
+
+def _stacks(dtype: torch.dtype, device: int) -> None:
+    """All of the backward pass of a layer within a narrow stack; the last layer gets no partial sums."""
+    M, N, K = 1024, 512, 512
+    merge = os.environ.get("FUSEDMLP_MERGE_STACK", "auto") != "never" and "product" in _seconds(dtype, device)
+    if not merge or configs.for_stack(M, N, K, dtype.itemsize, device, True) is None:
+        return
+    weight = _empty(K, N, dtype=dtype, device=device)
+    partial = [_empty(rows, K, dtype=torch.float32, device=device) for rows in (16, 17)]
+    # With biases, and without.
+    sums = [*((some, True) for some in (*partial, None)), (None, False)]
+    for config, rows in itertools.product(stack_configs(dtype, device), (M, M + 1)):
+        dy, x = _empty(rows, K, dtype=dtype, device=device), _empty(rows, N, dtype=dtype, device=device)
+        for kind, (some_sums, sum_rows) in itertools.product(KINDS, sums):
+            stack_bwd(dy, weight, x, x, some_sums, kind, sum_rows, config)
+
+
+def stack_configs(dtype: torch.dtype, device: int) -> list[StackConfig]:
+    """Those for which the card has the shared memory."""
+    shared = configs.card(device)[2]
+    every = itertools.chain(*configs._STACK.values())
+    return [config for config in every if config.shared_bytes(dtype.itemsize) <= shared]
 
 
 def _softmaxes(dtype: torch.dtype, device: int) -> None:

@@ -116,9 +116,9 @@ def recorded() -> Iterator[dict[Specialisation, None]]:
         found[specialisation(kernel, arguments, options)] = None
 
     with ExitStack() as stack:
-        for module in (prepared, linear_gelu):
+        for prepared_before in (prepared._prepared, linear_gelu._prepared, linear_gelu._prepared_stack):
             # What is prepared here must not be found later, nor the other way round.
-            stack.enter_context(mock.patch.dict(module._prepared, clear=True))
+            stack.enter_context(mock.patch.dict(prepared_before, clear=True))
         stack.enter_context(mock.patch.object(prepared, "recorder", record))
         # Launchers ask it for alignment; fresh tensors are aligned.
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address))
