@@ -137,7 +137,7 @@ def test_no_size_that_a_network_has_is_left_out(card, hopper):
                 dgelu_gemm(empty(M, N), empty(N, K), empty(M, K), kind, False, grads < 0.5, True)
         merged = 0
         for dim, kind, batch in itertools.product(
-            (256, 512, 768, 1024, 1152, 2048), calls.KINDS, (256, 999, 1024, 2048)
+            (256, 512, 768, 1024, 1152, 2048), calls.KINDS, (16, 33, 256, 999, 1024, 2048)
         ):
             dy, weight, bias = empty(batch, dim), empty(dim, dim), generator.choice((None, "of one", "of all"))
             if takes_stack(dy, weight, dy):
@@ -153,6 +153,23 @@ def test_no_size_that_a_network_has_is_left_out(card, hopper):
     assert len(found) > 100
     for item in found:
         assert item in plan, str(item)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_width_is_left_out(dtype, hopper):
+    """The narrow ones, and around the powers of two."""
+    plan = set(planned(H200, dtype))
+    powers = [2**power for power in range(7, 15)]
+    offsets = (-200, -64, -24, -12, -7, 0, 4, 9, 40)
+    with fake_gpu(H200), recorded() as found:
+        for n_cols in (
+            *range(1, 130),
+            *(power + offset for power in powers for offset in offsets if power + offset > 0),
+        ):
+            x = torch.empty(512, n_cols, dtype=calls.DTYPES[dtype], device="cuda:0")
+            softmax_fwd(x, 1)
+            softmax_bwd(x, x, 1)
+    assert set(found) <= plan
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

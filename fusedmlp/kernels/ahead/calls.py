@@ -151,7 +151,7 @@ def _stacks(dtype: torch.dtype, device: int) -> None:
     if not merge or configs.for_stack(M, N, K, dtype.itemsize, device, True) is None:
         return
     weight = _empty(K, N, dtype=dtype, device=device)
-    partial = [_empty(rows, K, dtype=torch.float32, device=device) for rows in (16, 17)]
+    partial = [_empty(rows, K, dtype=torch.float32, device=device) for rows in (16, 17, 1)]
     # With biases, and without.
     sums = [*((some, True) for some in (*partial, None)), (None, False)]
     for config, rows in itertools.product(stack_configs(dtype, device), (M, M + 1)):
@@ -183,4 +183,4 @@ def widths() -> list[int]:
     blocks = [2**power for power in range(15)]
     even = {block * eighths // 8 for block in blocks for eighths in (5, 7, 8)} | set(range(14_336, 278_528, 4096))
     around = {n - n % 16 + offset for n in even for offset in (0, 8, 4, 1)} | {block - 1 for block in blocks}
-    return sorted(n for n in even | around if n > 0)
+    return sorted(n for n in even | around | set(range(64)) if n > 0)
