@@ -727,6 +727,7 @@ def test_the_switch_for_one_kernel_and_its_rule(monkeypatch):
         assert _stack.merges(*(sample() for _ in range(3))) is merges
         assert asked == always
         asked.clear()
+    monkeypatch.setattr(_stack, "LINK_STACK", "always")
     monkeypatch.setattr(_stack, "MERGE_STACK", "off")
     with raises(ValueError, "MERGE_STACK", "FUSEDMLP_MERGE_STACK", "'off'", "auto, always, never"):
         backward(Stack(), sample())

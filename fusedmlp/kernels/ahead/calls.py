@@ -151,6 +151,7 @@ def _stacks(dtype: torch.dtype, device: int) -> None:
     if not merge or configs.for_stack(M, N, K, dtype.itemsize, device, True) is None:
         return
     weight = _empty(K, N, dtype=dtype, device=device)
+    # Of up to 64 rows there is one partial sum.
     partial = [_empty(rows, K, dtype=torch.float32, device=device) for rows in (16, 17, 1)]
     # With biases, and without.
     sums = [*((some, True) for some in (*partial, None)), (None, False)]
