@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fusedmlp import auto
+from fusedmlp import auto, streams
 from fusedmlp.errors import UserError
 
 
@@ -21,6 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise  # whoever read the output (`| head`) has gone
     except OSError as error:
         print(f"error: {error.filename or auto.path()}: {error.strerror}", file=sys.stderr)
         return 1
@@ -34,9 +36,11 @@ def _run(options: argparse.Namespace) -> str:
         auto.clear()
         return f"{auto.path()}: cleared"
     if options.command == "export":
+        if options.file.is_dir():
+            raise UserError(f"{options.file} is a directory; expected the name of a file to write")
         return f"{auto.export_table(options.file)} choices written to {options.file}"
     return f"{auto.import_table(options.file)} choices added to {auto.path()}"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(streams.exit_code(main))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fusedmlp import streams
 from fusedmlp.errors import UserError
 from fusedmlp.profiling import compare, cut, picture, report, trace
 
@@ -32,9 +33,6 @@ def main(words: list[str]) -> int:
         options.run(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read the output (`| head`) has gone
         return 1
     return 0
 
@@ -120,4 +118,4 @@ def _cut(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(streams.exit_code(lambda: main(sys.argv[1:])))

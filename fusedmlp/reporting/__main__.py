@@ -8,6 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from fusedmlp import streams
 from fusedmlp.errors import UserError
 from fusedmlp.reporting import report
 
@@ -32,4 +33,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(streams.exit_code(main))

@@ -13,10 +13,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fusedmlp import impls
+from fusedmlp import impls, streams
 from fusedmlp.errors import UserError
 from fusedmlp.sweep.command import written
-from fusedmlp.training import streams
 from fusedmlp.training.explain import explain, of_config, of_hydra, raised_by_hydra
 from fusedmlp.training.failures import EXIT_FAILED, Ending
 from fusedmlp.training.interrupt import Interrupted
@@ -99,18 +98,14 @@ def launch(main: Callable[[], Any], jobs: Jobs) -> NoReturn:
     """Calls the Hydra application and exits: 0 completed, 1 a run failed, 2 wrong usage, 129, 130 or 143 stopped."""
     # Hydra prints its own exceptions and exits; with this it hands them on, and they are explained here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    before = streams.guard()
-    try:
+
+    def work() -> int:
         code = _exit_code(main, jobs)
         if len(jobs._ended) > 1:
             print("\n".join(["", *jobs.table()]))
-        sys.stdout.flush()
-        refused: OSError | None = getattr(sys.stdout, "error", None)
-        if refused is not None and not isinstance(refused, BrokenPipeError) and code == 0:
-            code = _complain(f"what is printed cannot be written: {refused.strerror}", EXIT_FAILED)
-    finally:
-        sys.stdout, sys.stderr = before
-    sys.exit(code)
+        return code
+
+    sys.exit(streams.exit_code(work))
 
 
 def multirun_first(words: list[str]) -> list[str]:
@@ -131,7 +126,7 @@ def _exit_code(main: Callable[[], Any], jobs: Jobs) -> int:
     except UserError as error:
         return _complain(str(error), EXIT_FAILED)
     except BrokenPipeError:
-        return EXIT_FAILED  # whoever read the output (`| head`) has gone
+        raise
     except OSError as error:
         # Hydra makes the run's directory before the run begins.
         where = "" if error.filename is None else f"the run's directory cannot be made: {error.filename}: "

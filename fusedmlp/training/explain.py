@@ -51,6 +51,8 @@ def of_hydra(message: str) -> str:
 
 
 def of_config(error: OmegaConfBaseException) -> str:
+    if "Set[str]" in str(error):  # of Hydra's own interval(), which its sweeper does not take
+        return "a sweep takes single values, as in KEY=1,2 or KEY=range(1,10); interval() has no first and next one"
     key = str(error.full_key or error.key or "")
     return f"{key}: {_first_line(str(error))}" if key else _first_line(str(error))
 

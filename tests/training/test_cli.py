@@ -7,12 +7,15 @@ import sys
 import hydra
 import pytest
 from conftest import raises
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from training.runs import CONFIGS, config
 
 from fusedmlp.errors import UserError
 from fusedmlp.training.cli import Jobs, explain, last_lines, launch, multirun_first, past_hydra
+from fusedmlp.training.explain import of_config
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.result import Result
@@ -53,6 +56,13 @@ def fail(error):
         raise error
 
     return main
+
+
+def test_an_interval_is_no_sweep():
+    (override,) = OverridesParser.create().parse_overrides(["trainer.learning_rate=interval(1,2)"])
+    with pytest.raises(OmegaConfBaseException) as caught:
+        OmegaConf.structured(override.value())
+    assert "KEY=range(1,10)" in of_config(caught.value)
 
 
 @pytest.mark.parametrize(

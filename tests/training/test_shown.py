@@ -10,10 +10,10 @@ import pytest
 import torch
 from training.runs import fits, result, train
 
+from fusedmlp.streams import Stream, exit_code
 from fusedmlp.training.cli import Jobs, launch
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.result import Result
-from fusedmlp.training.streams import Stream
 
 
 class Breaking(io.StringIO):
@@ -82,4 +82,28 @@ def test_what_could_not_be_shown_is_said_on_stderr(tmp_path, monkeypatch, capsys
     with pytest.raises(SystemExit) as caught:
         launch(lambda: jobs.ended(done, Ending("completed")), jobs)
     assert caught.value.code == 1
+    assert capsys.readouterr().err == "error: what is printed cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (None, 3, ""),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+    ],
+)
+def test_the_end_of_a_tool_is_a_code_and_no_traceback(error, code, said, capsys):
+    def work():
+        if error is not None:
+            raise error
+        return 3
+
+    assert exit_code(work) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_tool_whose_output_meets_a_full_disk_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Breaking(errno.ENOSPC))
+    assert exit_code(lambda: print("a table") or 0) == 1
     assert capsys.readouterr().err == "error: what is printed cannot be written: No space left on device\n"

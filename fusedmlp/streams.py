@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -57,6 +58,29 @@ def _hang_up(error: BrokenPipeError) -> None:
     elif handler is signal.SIG_DFL:
         raise error  # nothing is under way that could be lost
     # Ignored, as nohup has it: the run goes on, unseen.
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Calls what a command line asks for, with both streams guarded; the exit code, where nobody listens too.
+
+    Returns: that of `work`; 1 where its output could not be written (said on stderr, unless the reader just left), 130
+        for Ctrl-C.
+    """
+    before = guard()
+    try:
+        code = work()
+        sys.stdout.flush()
+        refused: OSError | None = getattr(sys.stdout, "error", None)
+        if refused is not None and not isinstance(refused, BrokenPipeError) and code == 0:
+            print(f"error: what is printed cannot be written: {refused.strerror}", file=sys.stderr)
+            code = 1
+    except BrokenPipeError:
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        sys.stdout, sys.stderr = before
+    return code
 
 
 def guard() -> tuple[Any, Any]:
