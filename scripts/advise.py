@@ -20,7 +20,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
 import torch
 
-from fusedmlp import impls
+from fusedmlp import impls, streams
 from fusedmlp.bench import advise, calibration
 from fusedmlp.bench.cards import SHORT
 from fusedmlp.bench.cases import DTYPES, SIZES, Case
@@ -110,4 +110,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(streams.exit_code(main))

@@ -16,6 +16,7 @@ import sys
 # Before PyTorch is imported: its profiler announces every start and stop.
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")
 
+from fusedmlp import streams
 from fusedmlp.bench.options import parse
 from fusedmlp.bench.run import run
 from fusedmlp.errors import UserError
@@ -33,4 +34,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(streams.exit_code(main))
