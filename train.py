@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# PyTorch and Lightning take seconds to import; Ctrl-C meanwhile ends the process, without a traceback of where it was.
-# A run takes the signals over when it begins.
+# Imports take seconds; Ctrl-C meanwhile ends the process, without a traceback. A run takes the signals over.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -36,7 +35,6 @@ from fusedmlp.training import environment
 from fusedmlp.training.cli import Jobs, launch, multirun_first, past_hydra, register_impls
 from fusedmlp.training.interrupt import Interrupted
 from fusedmlp.training.place import Start, find
-from fusedmlp.training.run import run
 from fusedmlp.training.supervisor import STOPPED, start_ranks
 
 jobs = Jobs()
@@ -68,13 +66,14 @@ def main(cfg: DictConfig) -> None:
             raise Interrupted(code - 128)
         fields = outcome.read(folder) if sweep is not None else {}
         return jobs.ended_elsewhere(fields) if fields else jobs.ended_under(code)
+    # Here, because it imports Lightning, which takes seconds that a process which only starts others need not wait.
+    from fusedmlp.training.run import run
+
     result, ending = run(cfg, folder, overrides, name, place)
-    if place.rank == 0:
-        return jobs.ended(result, ending)
-    return jobs.ended_under(ending.exit_code)
+    return jobs.ended(result, ending) if place.rank == 0 else jobs.ended_under(ending.exit_code)
 
 
 if __name__ == "__main__":
-    environment.held_s = wait_until_let_go()
+    environment.held_s = wait_until_let_go(after_import="fusedmlp.training.run")
     sys.argv[1:] = multirun_first(sys.argv[1:])
     launch(main, jobs)

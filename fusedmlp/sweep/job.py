@@ -1,6 +1,7 @@
 """One job of a sweep as a process of its own: start it, pass its output on, end it in time, leave nothing behind."""
 
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -170,14 +171,18 @@ class Started:
         self.process.stdout.close()
 
 
-def wait_until_let_go() -> float:
+def wait_until_let_go(after_import: str | None = None) -> float:
     """In a job's process: waits for its turn, if it is held, and ends the process if that does not come.
 
+    Args:
+        after_import: a module that takes long to import, and that the process will need.
     Returns: seconds waited.
     """
     gate = os.environ.pop(GATE, None)
     if gate is None:
         return 0.0
+    if after_import is not None:
+        importlib.import_module(after_import)
     began = time.monotonic()
     let_go, ready = map(int, gate.split(","))
     os.close(ready)

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 from fusedmlp.errors import UserError, is_out_of_memory
 from fusedmlp.training.interrupt import Interrupted
-from fusedmlp.training.monitor import Diverged
 
 EXIT_FAILED = 1
+
+
+class Diverged(Exception):
+    """The loss or the gradients are no longer finite."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from fusedmlp.training import environment
+from fusedmlp.training.failures import Diverged
 from fusedmlp.training.metrics import Reading
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.task import LanguageModelTask
@@ -33,10 +34,6 @@ class Sink(Protocol):
     def write(self, row: Row) -> None: ...
 
     def tick(self, step: int) -> None: ...
-
-
-class Diverged(Exception):
-    """The loss or the gradients are no longer finite."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 
 from fusedmlp.errors import UserError
 from fusedmlp.training.options import DISTRIBUTED, shown
@@ -77,6 +76,9 @@ def find(trainer: Mapping[str, Any], environment: Mapping[str, str] = os.environ
 
 
 def _only_one(environment: Mapping[str, str]) -> Place:
+    # Lightning reads them as numbers when it is imported.
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        _count(environment, name, 0)
     others = _count(environment, "WORLD_SIZE", 1) if "RANK" in environment else 1
     if others > 1:
         raise UserError(
@@ -101,6 +103,9 @@ def _of_torchrun(environment: Mapping[str, str]) -> Place:
 
 def _of_slurm(environment: Mapping[str, str], tasks: int, wanted: int, devices: Any, nodes: int) -> Place | Start:
     """One task of srun per device is a rank; one per host starts those of its host."""
+    # Whoever only starts ranks need not wait for Lightning.
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
     if tasks == 1:
         raise UserError(
             f"trainer.num_nodes={nodes}: a process has to be started on every host; use torchrun or srun, see README"
@@ -155,46 +160,3 @@ def _local_devices(devices: Any, accelerator: Any) -> int | None:
     if devices == "auto":
         return max(torch.cuda.device_count(), 1) if accelerator != "cpu" else 1
     return devices if type(devices) is int and devices >= 1 else None
-
-
-class Ranks(ClusterEnvironment):
-    """Tells Lightning which rank this process is; that it has one device, it is told by the Trainer's arguments."""
-
-    def __init__(self, place: Place):
-        super().__init__()
-        self.place = place
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return self.place.address
-
-    @property
-    def main_port(self) -> int:
-        return self.place.port
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self.place.world_size
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return self.place.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        # Of the devices that Lightning knows of.
-        return 0
-
-    def node_rank(self) -> int:
-        return self.place.node

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -118,3 +119,46 @@ def _units(module: nn.Module) -> list[nn.Module]:
 def synchronized(strategy: Strategy) -> DistributedDataParallel | None:
     """The wrapper that averages gradients in the backward pass, if the strategy has one."""
     return strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
+
+
+class Ranks(ClusterEnvironment):
+    """Tells Lightning which rank this process is; that it has one device, it is told by the Trainer's arguments."""
+
+    def __init__(self, place: Place):
+        super().__init__()
+        self.place = place
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return self.place.address
+
+    @property
+    def main_port(self) -> int:
+        return self.place.port
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self.place.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        # Of the devices that Lightning knows of.
+        return 0
+
+    def node_rank(self) -> int:
+        return self.place.node

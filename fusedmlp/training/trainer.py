@@ -14,8 +14,8 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from fusedmlp import impls
 from fusedmlp.errors import UserError
 from fusedmlp.training.options import TrainerOptions, choose, require
-from fusedmlp.training.place import Place, Ranks
-from fusedmlp.training.strategies import make_strategy
+from fusedmlp.training.place import Place
+from fusedmlp.training.strategies import Ranks, make_strategy
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -23,7 +23,6 @@ EXPERIMENTS = {
     "second_raises": DYING % ("raises", 1),
     "first_killed": DYING % ("killed", 0),
     "first_stuck": DYING % ("stuck", 1),
-    "again": "trainer: {max_steps: 3}",
 }
 
 
@@ -88,7 +87,6 @@ def test_a_rank_that_dies_ends_its_job_and_not_the_sweep(start, tmp_path):
         "second_raises": ("failed", "rank 1: RuntimeError: a bug of the user's"),
         "first_killed": ("failed", "rank 0 was killed by signal 9 (SIGKILL)"),
         "first_stuck": ("failed", "rank 1: RuntimeError: a bug of the user's"),
-        "again": ("completed", None),
     }, out
     for name, row in rows.items():
         folder = tmp_path / "sweep" / row["folder"]

@@ -1,9 +1,14 @@
 """Who is which rank: torchrun, Slurm, this program, or one process alone."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import raises
 from omegaconf import OmegaConf
+from python_path import python_path
 from training.runs import config
 
 from fusedmlp.errors import UserError
@@ -108,6 +113,11 @@ def test_what_does_not_fit_is_one_message(overrides, words):
 def test_what_another_job_left_in_the_environment_is_named(environment, words):
     with raises(UserError, *words):
         find({"strategy": "ddp", "devices": 2, "num_nodes": 1, "accelerator": "cpu"}, environment)
+
+
+def test_a_process_that_only_starts_others_does_not_wait_for_lightning():
+    code = "import sys, train; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": python_path()}).returncode == 0
 
 
 def test_a_sweep_is_not_started_by_every_rank(monkeypatch):
