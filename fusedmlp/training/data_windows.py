@@ -5,6 +5,7 @@ B windows per rank and micro-batch, T tokens per window, N tokens in a split, R 
 
 import functools
 import itertools
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -146,8 +147,20 @@ class BatchLoader:
 
     def _loaded(self) -> Iterable[Batch]:
         if self.num_workers > 0:
-            return DataLoader(self.batches, batch_size=None, num_workers=self.num_workers, pin_memory=self.pin_memory)
+            return DataLoader(
+                self.batches, batch_size=None, num_workers=self.num_workers, pin_memory=self.pin_memory,
+                worker_init_fn=_ignore_signals,
+            )  # fmt: skip
         return map(_pinned, self.batches) if self.pin_memory else self.batches
+
+
+def _ignore_signals(worker: int) -> None:
+    """A terminal and a cluster signal every process of a run, and the step that is finished needs its batches.
+
+    A worker ends when its loader does, or when the training process is no more.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _pinned(batch: Batch) -> Batch:

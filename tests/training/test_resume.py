@@ -1,5 +1,7 @@
 """Stop, go on: the curve is that of a run that was never stopped, to the last bit."""
 
+import multiprocessing
+import os
 import random
 import shutil
 import signal
@@ -94,6 +96,24 @@ def test_a_periodic_checkpoint_resumes_as_well(tmp_path):
     name = "TextDataModule"
     assert state(tmp_path / "first2")[name] == state(tmp_path / "whole")[name]
     assert state(tmp_path / "whole")[name]["consumed"] == 21
+
+
+def test_a_signal_to_all_processes_leaves_the_workers_that_the_step_needs(tmp_path, monkeypatch):
+    step = LanguageModelTask.training_step
+
+    def signalled(self, batch, batch_idx):
+        if batch_idx == 1:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid, number)
+            signal.raise_signal(signal.SIGINT)
+        step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModelTask, "training_step", signalled)
+    settings = ("data.num_workers=1", "trainer.accumulate=20", "trainer.max_steps=100")
+    assert train(tmp_path / "run", *settings).status == "interrupted"
+    assert state(tmp_path / "run")["TextDataModule"]["consumed"] == 20
+    assert not multiprocessing.active_children()
 
 
 def test_a_second_signal_stops_at_once(tmp_path, monkeypatch):
