@@ -24,7 +24,8 @@ _PATTERNS = {
     ATTENTION: r"(?i)flash|fmha|sdpa|attention",
     LOSS: r"(?i)log_?softmax|nll_?loss|cross_?entropy",
     # Ours: the product and the GELU, or its gradient, in one kernel.
-    FUSED_GEMM: r"_linear_gelu_fwd_kernel|_dgelu_kernel|(?i:gemm\w*gelu|triton_tem\w*(gelu|erf|tanh))",
+    FUSED_GEMM: r"_linear_gelu_fwd_kernel|_dgelu_kernel|_stack_bwd_kernel"
+    r"|(?i:gemm\w*gelu|triton_tem\w*(gelu|erf|tanh))",
     SOFTMAX: r"(?i)softmax",
     GEMM: r"(?i)nvjet|gemm|gemv|cutlass|xmma|splitk_?reduce|cublas|triton_tem|_mm_kernel"
     r"|scudnn|winograd|cudnn.*conv|[dw]grad|fprop",
