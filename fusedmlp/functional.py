@@ -76,7 +76,7 @@ def linear_gelu(
     """
     module = impls.load(impl)
     _check_approximate(approximate)
-    x, weight, bias = _autocast(x, weight, bias)
+    x, weight, bias = _distinct(*_autocast(x, weight, bias))
     _check_tensor("x", x, module)
     _check_linear("x", x, "weight", weight, "bias", bias)
     return _without_autocast(x, module.linear_gelu, x, weight, bias, approximate)
@@ -106,7 +106,7 @@ def mlp(
     """
     module = impls.load(impl)
     _check_approximate(approximate)
-    x, weight1, bias1, weight2, bias2 = _autocast(x, weight1, bias1, weight2, bias2)
+    x, weight1, bias1, weight2, bias2 = _distinct(*_autocast(x, weight1, bias1, weight2, bias2))
     _check_tensor("x", x, module)
     _check_linear("x", x, "weight1", weight1, "bias1", bias1)
     _check_linear("act", weight1.t(), "weight2", weight2, "bias2", bias2)
@@ -184,6 +184,20 @@ def _autocast(x: Any, *rest: Any) -> tuple[Any, ...]:
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors
+    )
+
+
+def _distinct(*tensors: Any) -> tuple[Any, ...]:
+    """A tensor that comes twice, as tied weights do, as two while torch.compile traces.
+
+    An autograd function that gets one tensor twice loses one of its gradients in the graph of PyTorch 2.11, and newer
+    versions refuse it (pytorch/pytorch#183604). In eager mode it gets the sum.
+    """
+    if not torch.compiler.is_compiling():
+        return tensors
+    return tuple(
+        t.view_as(t) if isinstance(t, Tensor) and any(t is other for other in tensors[:i]) else t
+        for i, t in enumerate(tensors)
     )
 
 

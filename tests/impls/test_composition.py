@@ -58,6 +58,23 @@ def test_torch_compile_without_a_graph_break(net, x, monkeypatch):
     assert_same(run(torch.compile(net, fullgraph=True), x), expected)
 
 
+def test_torch_compile_with_tied_tensors(impl, device):
+    """The same tensor as two arguments gets the sum of both gradients."""
+    x, weight, bias = (torch.randn(*shape, device=device) for shape in ((8, 8), (8, 8), (8,)))
+
+    def tied(x, weight, bias):
+        hidden = functional.linear_gelu(x, x, bias, impl=impl)
+        return functional.mlp(hidden, weight, bias, weight, bias, impl=impl)
+
+    results = []
+    for function in (tied, torch.compile(tied, backend="aot_eager", fullgraph=True)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        function(*leaves).sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_activation_checkpointing(net, x):
     expected = run(net, x)
 
