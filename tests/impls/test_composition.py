@@ -60,6 +60,8 @@ def test_torch_compile_without_a_graph_break(net, x, monkeypatch):
 
 def test_torch_compile_with_tied_tensors(impl, device):
     """The same tensor as two arguments gets the sum of both gradients."""
+    if impl == "compiled":
+        pytest.skip("an outer torch.compile goes through it as through manual")
     x, weight, bias = (torch.randn(*shape, device=device) for shape in ((8, 8), (8, 8), (8,)))
 
     def tied(x, weight, bias):
