@@ -22,7 +22,7 @@ from types import FunctionType
 
 from torch import nn
 
-from fusedmlp.replace.reach import Part, Reach
+from fusedmlp.replace.reach import SELF, Part, Reach, reachable
 
 # Attributes of a linear layer that may be read beside calling it.
 _HARMLESS = {"weight", "bias", "in_features", "out_features", "nx", "nf"}
@@ -69,7 +69,8 @@ def of(module: nn.Module) -> Flow:
 @functools.cache
 def of_class(cls: type, above: type = nn.Module) -> Flow:
     """What the methods that classes below `above` define do."""
-    flow = Flow()
+    flow, handing_on = Flow(), set[str]()
+    uses: dict[str, set[str]] = {}
     for name, function in _methods(cls, above):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -78,8 +79,20 @@ def of_class(cls: type, above: type = nn.Module) -> Flow:
             continue
         if isinstance(tree, ast.FunctionDef) and _positional(tree):
             # A decorator (torch.no_grad, an autocast) is more than its function, which alone would be replaced.
-            _read(flow, name, tree, is_resolved=getattr(cls, name) is function)
+            reach = _read(flow, name, tree, is_resolved=getattr(cls, name, None) is function)
+            flow.outside |= reach.names
+            flow.opened |= reach.opened - {SELF}
+            uses.setdefault(name, set()).update(reach.used)
+            handing_on |= {name} if SELF in reach.opened else set()
+    if handing_on & reachable(uses, _of_the_network(cls)):
+        flow.opened.add(SELF)
     return flow
+
+
+def _of_the_network(cls: type) -> set[str]:
+    """Methods of the classes down from the one that defines `forward`; those above save, load and configure."""
+    above = next((base for base in cls.__mro__ if "forward" in vars(base)), cls).__mro__[1:]
+    return {name for base in cls.__mro__ if base not in above for name in vars(base)}
 
 
 def _methods(cls: type, above: type) -> list[tuple[str, FunctionType]]:
@@ -94,12 +107,9 @@ def _methods(cls: type, above: type) -> list[tuple[str, FunctionType]]:
     ]
 
 
-def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> None:
+def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> Reach:
     me = _positional(tree)[0].arg
     _count(flow, tree, me)
-    reach = Reach(tree, me)
-    flow.outside |= reach.names
-    flow.opened |= reach.opened
     chain = _chain(tree, me)
     if chain is not None and is_resolved:
         flow.chains[name] = chain
@@ -109,6 +119,7 @@ def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> No
     for statements in _blocks(tree):
         for index, statement in enumerate(statements):
             _follow(flow, tree, me, statement, statements[index + 1 :])
+    return Reach(tree, me)
 
 
 def _add(flow: Flow, first: str | None, callee: ast.expr, me: str) -> None:

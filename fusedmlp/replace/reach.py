@@ -34,12 +34,16 @@ class Reach:
             another name than their own.
         opened: (child, levels): modules of which parts are called or indexed, that many levels below the child; `SELF`
             where the children are taken in a way that cannot be read.
+        used: attributes of the module that the method reads, other methods among them.
     """
 
     def __init__(self, tree: ast.FunctionDef, me: str):
         self.me = me
         self.names: set[str] = set()
         self.opened: set[Part] = set()
+        self.used = {
+            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and self._is_me(node.value)
+        }
         self._variables: dict[str, set[Part]] = {}
         before = -1
         # A loop's body may use what is assigned further down.
@@ -140,6 +144,16 @@ def _text(node: ast.expr) -> str | None:
     """A name that is written out; the first one of a path."""
     written = isinstance(node, ast.Constant) and isinstance(node.value, str)
     return node.value.partition(".")[0] if written else None  # type: ignore[attr-defined]
+
+
+def reachable(uses: dict[str, set[str]], start: set[str]) -> set[str]:
+    """Methods that are called from those of `start`, which use others by name."""
+    found: set[str] = set()
+    new = set(start)
+    while new:
+        found |= new
+        new = {used for name in new for used in uses.get(name, ())} - found
+    return found
 
 
 def opened_in(module: nn.Module, opened: set[Part]) -> list[nn.Module]:

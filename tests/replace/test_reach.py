@@ -124,9 +124,19 @@ class TakesFeatures(nn.Module):
         return self.net(x).sum() + self.net.features(x)
 
 
+class Helper(nn.Module):
+    def first(self, x):
+        return other(x, self)
+
+
+class Helped(Base, Helper):
+    def forward(self, x):
+        return self.main(x) + self.first(x)
+
+
 TAKEN = [
     GetAttr, GetAttrByName, Modules, Dict, Alias, NamedChildren, GetSubmodule, Property, CachedProperty, Static,
-    HandedOn, Locals, TakesFeatures,
+    HandedOn, Locals, TakesFeatures, Helped,
 ]  # fmt: skip
 
 
@@ -139,7 +149,14 @@ def test_what_is_taken_otherwise_is_left(cls):
     torch.testing.assert_close(model(x), expected)
 
 
-class Harmless(Base):
+class Saved(nn.Module):
+    """What libraries derive all models from: it hands the model on, to save it for example."""
+
+    def save(self, path):
+        torch.save(self, path)
+
+
+class Harmless(Base, Saved):
     """It looks at itself and takes nothing."""
 
     @property
