@@ -32,6 +32,9 @@ def replace_modules(model: nn.Module, impl: str = "auto", verify: bool = False, 
     parametrized, with hooks of their own), and whatever cannot be told from the source, are left alone, and the report
     says why.
 
+    A linear layer that has become one with its GELU is no `nn.Linear` any more: what looks for those (adapters, weight
+    initialisation, quantisation) comes before.
+
     Args:
         model: any module; models compiled with `torch.compile` or wrapped for several GPUs: replace first, wrap then.
         impl: one of `fusedmlp.impl_names()`.

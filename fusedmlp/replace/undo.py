@@ -18,12 +18,15 @@ def class_change(
     def obstacle() -> str | None:
         if type(module) is not now:
             return f"{name or 'the model'} has become a {type(module).__name__} since"
-        if method in vars(module):
+        put_back = getattr(vars(module).get(method), "__func__", None) is getattr(now, method)
+        if method in vars(module) and not put_back:
             # It may hold on to the method of our class.
             return f"the {method} of {name or 'the model'} has been replaced on the instance since"
         return None
 
     def undo() -> None:
+        # Our own method, where somebody has wrapped it and taken the wrapper off again.
+        vars(module).pop(method, None)
         module.__class__ = before
         for attribute in attributes:
             vars(module).pop(attribute, None)

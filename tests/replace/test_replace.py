@@ -283,11 +283,12 @@ def test_restore_refuses_where_forward_was_wrapped_on_the_instance(name):
     expected = model(x)
     report = replace_modules(model, impl="native")
     module = model.get_submodule(name)
-    module.forward = functools.partial(lambda forward, *args: forward(*args), module.forward)
+    forward = module.forward
+    module.forward = functools.partial(lambda forward, *args: forward(*args), forward)
     with raises(RuntimeError, f"the forward of {name} has been replaced on the instance"):
         report.restore()
     torch.testing.assert_close(model(x), expected)
-    del module.forward
+    module.forward = forward  # as they leave it
     report.restore()
     torch.testing.assert_close(model(x), expected)
 
