@@ -17,12 +17,12 @@ import inspect
 import itertools
 import textwrap
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 
 from torch import nn
 
-from fusedmlp.replace.reach import SELF, Part, Reach, reachable
+from fusedmlp.replace.reach import Part, Reach, opened_by
 
 # Attributes of a linear layer that may be read beside calling it.
 _HARMLESS = {"weight", "bias", "in_features", "out_features", "nx", "nf"}
@@ -41,6 +41,7 @@ class Flow:
         mentions: name -> how often self.<name> is read, other than for an attribute such as weight.
         outside: names that are called on children and parts of them, <something of self>.<name>(...).
         opened: children, or modules some levels below them, of which parts are called by themselves.
+        own_class: whether a method asks the module for its class to find the one above, which a subclass breaks.
         unreadable: why there is nothing to read; None if there is.
     """
 
@@ -51,6 +52,7 @@ class Flow:
     mentions: Counter[str] = field(default_factory=Counter)
     outside: set[str] = field(default_factory=set)
     opened: set[Part] = field(default_factory=set)
+    own_class: bool = False
     unreadable: str | None = None
 
     def only_called_once(self, name: str) -> bool:
@@ -61,16 +63,17 @@ def of(module: nn.Module) -> Flow:
     """The flow of a module's class; a sequential's comes from its children."""
     if type(module).forward is nn.Sequential.forward:
         names = list(module._modules)
-        own = of_class(type(module), nn.Sequential)  # type: ignore[arg-type]
-        return Flow({"forward": names}, list(itertools.pairwise(names)), outside=own.outside, opened=own.opened)
+        own = replace(of_class(type(module), nn.Sequential))  # type: ignore[arg-type]
+        own.chains, own.pairs = {"forward": names}, list(itertools.pairwise(names))
+        return own
     return of_class(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
 def of_class(cls: type, above: type = nn.Module) -> Flow:
     """What the methods that classes below `above` define do."""
-    flow, handing_on = Flow(), set[str]()
-    uses: dict[str, set[str]] = {}
+    flow = Flow()
+    reaches: list[tuple[str, Reach]] = []
     for name, function in _methods(cls, above):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -79,20 +82,12 @@ def of_class(cls: type, above: type = nn.Module) -> Flow:
             continue
         if isinstance(tree, ast.FunctionDef) and _positional(tree):
             # A decorator (torch.no_grad, an autocast) is more than its function, which alone would be replaced.
-            reach = _read(flow, name, tree, is_resolved=getattr(cls, name, None) is function)
-            flow.outside |= reach.names
-            flow.opened |= reach.opened - {SELF}
-            uses.setdefault(name, set()).update(reach.used)
-            handing_on |= {name} if SELF in reach.opened else set()
-    if handing_on & reachable(uses, _of_the_network(cls)):
-        flow.opened.add(SELF)
+            _read(flow, name, tree, is_resolved=getattr(cls, name, None) is function)
+            reaches.append((name, Reach(tree, _positional(tree)[0].arg)))
+    flow.outside = {name for _, reach in reaches for name in reach.names}
+    flow.opened = opened_by(cls, reaches)
+    flow.own_class = any(reach.own_class for _, reach in reaches)
     return flow
-
-
-def _of_the_network(cls: type) -> set[str]:
-    """Methods of the classes down from the one that defines `forward`; those above save, load and configure."""
-    above = next((base for base in cls.__mro__ if "forward" in vars(base)), cls).__mro__[1:]
-    return {name for base in cls.__mro__ if base not in above for name in vars(base)}
 
 
 def _methods(cls: type, above: type) -> list[tuple[str, FunctionType]]:
@@ -107,7 +102,7 @@ def _methods(cls: type, above: type) -> list[tuple[str, FunctionType]]:
     ]
 
 
-def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> Reach:
+def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> None:
     me = _positional(tree)[0].arg
     _count(flow, tree, me)
     chain = _chain(tree, me)
@@ -119,7 +114,6 @@ def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> Re
     for statements in _blocks(tree):
         for index, statement in enumerate(statements):
             _follow(flow, tree, me, statement, statements[index + 1 :])
-    return Reach(tree, me)
 
 
 def _add(flow: Flow, first: str | None, callee: ast.expr, me: str) -> None:

@@ -35,6 +35,8 @@ class Reach:
         opened: (child, levels): modules of which parts are called or indexed, that many levels below the child; `SELF`
             where the children are taken in a way that cannot be read.
         used: attributes of the module that the method reads, other methods among them.
+        handed_to: classes whose functions get the module as an argument; an empty name for functions of no class.
+        own_class: whether it looks for the class above that of the module itself, `super(type(self), self)`.
     """
 
     def __init__(self, tree: ast.FunctionDef, me: str):
@@ -44,6 +46,8 @@ class Reach:
         self.used = {
             node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and self._is_me(node.value)
         }
+        self.handed_to: set[str] = set()
+        self.own_class = False
         self._variables: dict[str, set[Part]] = {}
         before = -1
         # A loop's body may use what is assigned further down.
@@ -92,11 +96,14 @@ class Reach:
     def _hand_on(self, node: ast.Call) -> None:
         """The module itself as an argument: who gets it may do anything with its children. So may some functions."""
         function = ast.unparse(node.func)
+        if function == "super" and node.args:
+            self.own_class |= ast.unparse(node.args[0]) in (f"type({self.me})", f"{self.me}.__class__")
         if function in ("locals", "eval", "exec"):
             self.opened.add(SELF)
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
         if function not in _LOOKS and any(SELF in self._parts(argument) for argument in given):
-            self.opened.add(SELF)
+            # Base.method(self, ...) is the module's own where Base is.
+            self.handed_to.add(function.rpartition(".")[0].rpartition(".")[2])
 
     def _is_me(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and node.id == self.me
@@ -146,14 +153,21 @@ def _text(node: ast.expr) -> str | None:
     return node.value.partition(".")[0] if written else None  # type: ignore[attr-defined]
 
 
-def reachable(uses: dict[str, set[str]], start: set[str]) -> set[str]:
-    """Methods that are called from those of `start`, which use others by name."""
-    found: set[str] = set()
-    new = set(start)
+def opened_by(cls: type, reaches: list[tuple[str, Reach]]) -> set[Part]:
+    """What the methods of a class open: name and reach of each.
+
+    Those that it inherits from above the class that defines `forward` save, load and configure: what they hand on does
+    not matter, unless they are called from below.
+    """
+    above = next((base for base in cls.__mro__ if "forward" in vars(base)), cls).__mro__[1:]
+    new = {name for base in cls.__mro__ if base not in above for name in vars(base)}
+    called: set[str] = set()
     while new:
-        found |= new
-        new = {used for name in new for used in uses.get(name, ())} - found
-    return found
+        called |= new
+        new = {used for name, reach in reaches if name in new for used in reach.used} - called
+    own = {base.__name__ for base in cls.__mro__}
+    parts = {part for name, reach in reaches for part in reach.opened if part != SELF or name in called}
+    return parts | {SELF for name, reach in reaches if name in called and reach.handed_to - own}
 
 
 def opened_in(module: nn.Module, opened: set[Part]) -> list[nn.Module]:

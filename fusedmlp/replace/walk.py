@@ -84,7 +84,7 @@ class Walk:
         weights = children[first].weight, children[second].weight  # type: ignore[union-attr]
         if weights[0].dtype != weights[1].dtype or weights[0].device != weights[1].device:
             return
-        if not adopted.can_change_class(module) or method in vars(module):
+        if not adopted.can_change_class(module) or method in vars(module) or self.flows[name].own_class:
             return
         approximate = layers.gelu(children[first + 1])
         assert approximate is not None

@@ -204,6 +204,16 @@ class InARegistry(Mlp, Registered, key="mlp"):
     pass
 
 
+class AsksForItsClass(Mlp):
+    def train(self, mode=True):
+        return super(type(self), self).train(mode)
+
+
+class AsksForItsClassToo(Mlp):
+    def extra_repr(self):
+        return super(self.__class__, self).extra_repr()
+
+
 class OwnAttribute(Mlp):
     impl = "flash"
 
@@ -220,14 +230,15 @@ def test_methods_are_restored_and_not_called_to_find_out():
     assert set(vars(model)) == before
 
 
-@pytest.mark.parametrize("cls", [InARegistry, OwnAttribute])
+@pytest.mark.parametrize("cls", [InARegistry, OwnAttribute, AsksForItsClass, AsksForItsClassToo])
 def test_a_class_that_notices_is_not_subclassed(cls):
     model, x = cls(), torch.randn(3, D)
     expected = model(x)
     report = replace_modules(model, impl="native")
     assert [entry.by for entry in report.replaced] == ["FusedLinearGeLU(impl='native')"]
     assert type(model) is cls
-    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model.train()(x), expected)
+    assert cls.__name__ in repr(model)
 
 
 def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch):

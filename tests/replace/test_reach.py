@@ -163,6 +163,9 @@ class Harmless(Base, Saved):
     def device(self):
         return self.fc1.weight.device
 
+    def train(self, mode=True):
+        return nn.Module.train(self, mode)
+
     def count(self):
         return sum(isinstance(child, nn.Linear) for child in self.modules())
 
