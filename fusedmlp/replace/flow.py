@@ -55,9 +55,6 @@ class Flow:
     own_class: bool = False
     unreadable: str | None = None
 
-    def only_called_once(self, name: str) -> bool:
-        return self.calls[name] == self.mentions[name] == 1
-
 
 def of(module: nn.Module) -> Flow:
     """The flow of a module's class; a sequential's comes from its children."""

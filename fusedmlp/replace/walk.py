@@ -129,7 +129,7 @@ class Walk:
             if reason is not None:
                 self._leave(path, what, reason)
                 continue
-            for first in firsts:
+            for first in dict.fromkeys(firsts):
                 self._linear_gelu(name, module, first, approximate)
             self._silence(name, module, act_name)
         for first, function in found.functions:
@@ -154,8 +154,9 @@ class Walk:
         if not sequential:
             if found.calls[act] != len(firsts) or found.mentions[act] != len(firsts):
                 return f"{type(module).__name__} uses {act} for something else too"
-            if len(set(firsts)) != len(firsts) or not all(map(found.only_called_once, firsts)):
-                return f"the result of {firsts[0]} goes elsewhere in {type(module).__name__} too"
+            for first in firsts:
+                if not found.calls[first] == found.mentions[first] == firsts.count(first):
+                    return f"the result of {first} goes elsewhere in {type(module).__name__} too"
         for first in firsts:
             layer = getattr(module, first, None)
             if isinstance(why := layers.linear(layer), str):

@@ -179,3 +179,36 @@ class Harmless(Base, Saved):
 
 def test_a_module_may_look_at_itself():
     assert len(replace_modules(Harmless(), impl="native")) == 1
+
+
+class Twice(Base):
+    """All of its sums go through the same layer and the same GELU."""
+
+    def forward(self, x):
+        other = self.fc1(-x)
+        other = self.act(other)
+        return self.main(x) + self.fc2(self.act(self.fc1(x)) + other)
+
+
+class Overridden(Base):
+    def main(self, x):
+        return self.fc2(self.act(self.fc1(x)) * 3)
+
+    def forward(self, x):
+        return self.main(x) + super().main(x)
+
+
+class TwiceAndElsewhere(Base):
+    def forward(self, x):
+        return self.main(x) + self.fc2(self.act(self.fc1(-x))) + self.fc1(x).mean()
+
+
+def test_a_layer_that_is_called_twice_with_its_gelu():
+    for cls in (Twice, Overridden, TwiceAndElsewhere):
+        model, x = cls(), torch.randn(3, D)
+        expected = model(x)
+        report = replace_modules(model, impl="native")
+        assert len(report) == (cls is not TwiceAndElsewhere), report
+        torch.testing.assert_close(model(x), expected)
+        report.restore()
+        torch.testing.assert_close(model(x), expected)
