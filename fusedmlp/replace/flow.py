@@ -19,6 +19,7 @@ import textwrap
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -94,9 +95,15 @@ def _methods(cls: type, above: type) -> list[tuple[str, FunctionType]]:
         for base in cls.__mro__
         if base not in above.__mro__ and not base.__module__.startswith("fusedmlp.replace")
         for name, value in vars(base).items()
-        for function in [value.fget if isinstance(value, property) else getattr(value, "func", value)]
-        if isinstance(function, FunctionType) and not (name.startswith("__") and name != "__call__")
+        if isinstance(function := _behind(value), FunctionType) and not (name.startswith("__") and name != "__call__")
     ]
+
+
+def _behind(value: Any) -> Any:
+    """The function of a property."""
+    if isinstance(value, property):
+        return value.fget
+    return value.func if isinstance(value, functools.cached_property) else value
 
 
 def _read(flow: Flow, name: str, tree: ast.FunctionDef, is_resolved: bool) -> None:
