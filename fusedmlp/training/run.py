@@ -2,14 +2,13 @@
 
 import dataclasses
 import gc
-import json
 import logging
 import os
 import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from fusedmlp import auto, impls
+from fusedmlp import auto
 from fusedmlp.errors import UserError
 from fusedmlp.profiling.session import Session
 from fusedmlp.training import checkpoint, environment
 from fusedmlp.training.csv_sink import CsvSink
 from fusedmlp.training.failures import EXIT_FAILED, Ending, ending_of, is_out_of_memory
+from fusedmlp.training.finish import Finish
 from fusedmlp.training.interrupt import Interrupted, StopRequests
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.monitor import Monitor
@@ -113,13 +113,14 @@ def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
         traceback.clear_frames(error.__traceback__)
     # A second signal must not lose what the run has come to.
     stop.received, stop.deferred = None, True
+    finish = Finish(current)
     try:
-        current.finish(ending)
+        finish(ending)
     except Interrupted:
         # A third one ends what it takes to end, such as an upload.
         log.warning("finishing was interrupted", exc_info=True)
-        current.record(ending)
-    return current.unrecorded(ending) if current.unwritten else ending
+        finish.record(ending)
+    return finish.unrecorded(ending) if finish.unwritten else ending
 
 
 def _refuse_sweep_options(overrides: list[str]) -> None:
@@ -145,7 +146,6 @@ class Run:
         self.profile: Session | None = None
         self.trainer: Trainer | None = None
         self.task: LanguageModelTask | None = None
-        self.unwritten: OSError | None = None
         self.seconds: dict[str, float | None] = {"import": environment.import_s()}
         self.result = (Result if peers.is_first else UnwrittenResult)(
             folder,
@@ -292,110 +292,3 @@ class Run:
         log.error("%s: %s", ending.status, ending.reason)
         self.log_foreign_traceback(ending)
         self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint)
-
-    def finish(self, ending: Ending) -> None:
-        """Records the ending in result.json, metrics.csv and W&B."""
-        if self.monitor is not None and self.monitor.started is not None:
-            self._try(self._collect, self.monitor)
-        if self.profile is not None:
-            self._try(self._trace, self.profile)
-        self._try(self.progress.close)
-        if self.csv is not None:
-            self._try(self.csv.close)
-        self.seconds["total"] = time.perf_counter() - self.began
-        if self.config["impl"] == "auto" and (ran := auto.used()):
-            self.result.fields |= {"impl_resolved": impls.resolved("auto"), "impl_choices": ran}
-            if not self.peers.lost and not self.peers.same("choices", json.dumps(ran)):
-                self.progress.say(
-                    "warning: impl=auto chose otherwise on some ranks; give all hosts one $FUSEDMLP_CACHE, or the same "
-                    "table with python -m fusedmlp.auto export and import"
-                )
-        self.record(ending)
-        if self.wandb is not None:
-            self.wandb.finish(self._summary(), ending.exit_code)
-            self._try(self.result.write, wandb=self.wandb.folder)
-
-    def record(self, ending: Ending) -> None:
-        """Writes the ending into result.json; where that cannot be, `unwritten` says why."""
-        self.unwritten = None
-        try:
-            self.result.write(status=ending.status, reason=ending.reason, hint=ending.hint, seconds=self.seconds)
-        except OSError as error:
-            self.unwritten = error
-
-    def unrecorded(self, ending: Ending) -> Ending:
-        """The ending of a run of which result.json does not tell."""
-        assert self.unwritten is not None
-        ran = "" if ending.status == "completed" else f"; the run had {ending.status}: {ending.reason}"
-        reason = f"{self.unwritten.filename} cannot be written: {self.unwritten.strerror}{ran}"
-        self.result.fields |= {"status": "failed", "reason": reason}
-        return Ending("failed", reason, ending.hint, ending.exit_code or EXIT_FAILED)
-
-    def _try(self, work: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
-        """The run has its ending already; what cannot be had besides, as on a full disk, does not change it."""
-        try:
-            work(*arguments, **keywords)
-        except Exception:
-            log.warning("%s is lost", getattr(work, "__name__", "something"), exc_info=True)
-
-    def _trace(self, profile: Session) -> None:
-        """Takes what the profiler recorded, and what it says."""
-        step_ms = (self.result.fields.get("throughput") or {}).get("step_ms_median")
-        trace = profile.finish(step_ms, self.progress.say)
-        if trace is not None:
-            self.result.write(trace=trace)
-        if self.wandb is not None and self.config["profile"]["artifact"]:
-            for file in profile.artifacts:
-                self.wandb.attach(file)
-
-    def _summary(self) -> dict[str, Any]:
-        """The result in W&B's summary, beside the last value of every metric."""
-        fields = self.result.fields
-        summary = {
-            name: fields.get(name) for name in ("status", "reason", "impl_resolved", "num_params", "final_val_loss")
-        }
-        summary |= {f"steady/{name}": value for name, value in (fields.get("throughput") or {}).items()}
-        summary |= {f"cuda_graph/{name}": value for name, value in (fields.get("cuda_graph") or {}).items()}
-        trace = fields.get("trace") or {}
-        summary |= {f"trace/{name}": value for name, value in trace.items() if isinstance(value, str | int | float)}
-        summary |= {f"trace/ms/{kind}": found["ms"] for kind, found in trace.get("kinds", {}).items()}
-        return summary | {f"seconds/{name}": value for name, value in self.seconds.items()}
-
-    def _collect(self, monitor: Monitor) -> None:
-        """Takes the numbers of the loop, however it ended."""
-        try:
-            if self.peers.lost:
-                monitor.give_up()
-            else:
-                monitor.flush()
-        except Exception:
-            # The run has its ending already; after a GPU error or on a full disk this cannot be had.
-            log.warning("the last metrics are lost", exc_info=True)
-        assert self.trainer is not None
-        assert self.task is not None
-        assert self.checkpoints is not None
-        assert monitor.started is not None
-        throughput = monitor.throughput()
-        first_steps, warmup = (throughput.first_steps_s, throughput.warmup_s) if throughput else (None, None)
-        if first_steps is not None:
-            first_steps += self.task.capture.capture_s or 0.0
-        self.seconds |= {
-            # W&B, model, device, checkpoint: all but the data until the loop begins
-            "setup": monitor.started - self.began - (self.seconds["data"] or 0.0),
-            # what the first steps take beyond the others: compilation, autotuning, building an extension, caches, and
-            # recording the step
-            "first_steps": first_steps,
-            "warmup": warmup,
-            # the steady steps, validation and checkpoints
-            "train": time.perf_counter() - monitor.started - (first_steps or 0.0) - (warmup or 0.0),
-        }
-        self.result.write(
-            steps=self.trainer.global_step,
-            early_train_loss={"steps": monitor.early_steps, "loss": monitor.early_loss},
-            final_train_loss=monitor.last.get("train/loss"),
-            final_val_loss=monitor.last.get("val/loss"),
-            throughput=dataclasses.asdict(throughput) if throughput else None,
-            peak_memory_gib=environment.peak_memory_gib(self.device),
-            cuda_graph=self.task.capture.facts(),
-            checkpoint=self.checkpoints.written,
-        )
