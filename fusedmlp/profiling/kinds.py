@@ -20,7 +20,7 @@ FUSIBLE = (GELU, SOFTMAX, NORM, REDUCTION, LOSS, INDEXING, COPY, OTHER)
 # The first that is found in the name wins.
 _PATTERNS = {
     COMMUNICATION: r"(?i)nccl|all_?reduce|all_?gather|reduce_?scatter",
-    OPTIMIZER: r"multi_tensor_apply|lpnorm_cleanup|(?i:fused_?adam|adamw)",
+    OPTIMIZER: r"multi_tensor_apply|lpnorm_cleanup|_square_sums_kernel|_clip_kernel|(?i:fused_?adam|adamw)",
     ATTENTION: r"(?i)flash|fmha|sdpa|attention",
     LOSS: r"(?i)log_?softmax|nll_?loss|cross_?entropy",
     # Ours: the product and the GELU, or its gradient, in one kernel.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fusedmlp import auto, impls
 from fusedmlp.profiling.session import Session
 from fusedmlp.training import environment
+from fusedmlp.training.adamw import TritonAdamW
 from fusedmlp.training.failures import EXIT_FAILED, Ending
 from fusedmlp.training.monitor import Monitor
 
@@ -139,6 +140,7 @@ class Finish:
             final_val_loss=monitor.last.get("val/loss"),
             throughput=dataclasses.asdict(throughput) if throughput else None,
             peak_memory_gib=environment.peak_memory_gib(run.device),
+            adamw="triton" if isinstance(run.task.step.optimizer, TritonAdamW) else "native",
             cuda_graph=run.task.capture.facts(),
             checkpoint=run.checkpoints.written,
         )

@@ -5,11 +5,16 @@ import math
 import torch
 from torch import nn
 
+from fusedmlp.errors import UserError
+from fusedmlp.training.adamw import TritonAdamW, interpreted, unsupported
 from fusedmlp.training.options import TrainerOptions
 
 
 def build_optimizer(model: nn.Module, options: TrainerOptions) -> torch.optim.AdamW:
-    """AdamW in its fused form (one kernel per group of parameters); only matrices decay, biases and norms do not."""
+    """AdamW as `trainer.adamw` says; only matrices decay, biases and norms do not.
+
+    Raises: UserError for trainer.adamw=triton where that cannot run.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     others = [parameter for parameter in parameters if parameter.ndim < 2]
@@ -17,12 +22,25 @@ def build_optimizer(model: nn.Module, options: TrainerOptions) -> torch.optim.Ad
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=options.learning_rate,
-        betas=(options.beta1, options.beta2),
-        fused=all(parameter.device.type in ("cpu", "cuda") for parameter in parameters),
-    )
+    groups = [group for group in groups if group["params"]]
+    betas = options.beta1, options.beta2
+    if resolve_adamw(options.adamw, parameters) == "triton":
+        return TritonAdamW(groups, lr=options.learning_rate, betas=betas, max_grad_norm=options.max_grad_norm)
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, fused=fused)
+
+
+def resolve_adamw(name: str, parameters: list[nn.Parameter]) -> str:
+    """`trainer.adamw` with "auto" decided: triton for parameters on a GPU that it can train, native for others.
+
+    Raises: UserError for "triton" where it cannot run.
+    """
+    if name == "native":
+        return name
+    reason = unsupported(parameters)
+    if name == "triton" and reason is not None:
+        raise UserError(f"trainer.adamw=triton cannot run here: {reason}; accepted: native, or auto")
+    return "native" if reason is not None or (name == "auto" and interpreted()) else "triton"
 
 
 def learning_rate(step: int, options: TrainerOptions) -> float:

@@ -21,12 +21,13 @@ WANDB_MODES = ("offline", "online", "disabled")
 ACCELERATORS = ("auto", "cpu", "gpu")
 DISTRIBUTED = ("ddp", "fsdp")
 STRATEGIES = ("single", *DISTRIBUTED)
+ADAMW = ("auto", "native", "triton")
 PROFILE_TOOLS = ("torch", "nsys", "memory", "ncu")
 
 # What is accepted where the type alone does not say it.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.precision": PRECISIONS, "trainer.accelerator": ACCELERATORS, "trainer.strategy": STRATEGIES,
-    "trainer.cuda_graph": ("true", "false", "auto"), "trainer.devices": ("an integer of at least 1", "auto"),
+    "trainer.adamw": ADAMW, "trainer.cuda_graph": ("true", "false", "auto"), "trainer.devices": ("an integer of at least 1", "auto"),
     "logger.mode": WANDB_MODES, "profile.tool": (*PROFILE_TOOLS, "null"),
 }  # fmt: skip
 _INTEGERS_BELOW = 2**63  # what PyTorch holds sizes in
@@ -47,6 +48,7 @@ class TrainerOptions:
     beta1: float
     beta2: float
     max_grad_norm: float | None
+    adamw: str
     log_every: int
     val_every: int
     checkpoint: bool
@@ -86,6 +88,7 @@ class TrainerOptions:
                 f"the GPU in every step and so stalls it; accepted: {', '.join(PRECISIONS)}"
             )
         choose("trainer.precision", self.precision, PRECISIONS)
+        choose("trainer.adamw", self.adamw, ADAMW)
         choose("trainer.accelerator", self.accelerator, ACCELERATORS)
         require("trainer.cuda_graph", self.cuda_graph, self.cuda_graph in (True, False, "auto"), "true, false or auto")
         if self.cuda_graph is True and self.read_loss_every_step:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fusedmlp.profiling.ranges import Marker, no_range
+from fusedmlp.training.adamw import TritonAdamW
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.options import TrainerOptions
 
@@ -98,6 +99,17 @@ class TrainStep:
 
     def _update(self) -> None:
         """Clips the gradients, updates the parameters and frees the gradients."""
+        if isinstance(self.optimizer, TritonAdamW):
+            self.apply()
+            norm = self.optimizer.grad_norm
+            assert norm is not None
+            self.metrics.add("train/grad_norm", norm)
+        else:
+            self._clip()
+            self.apply()
+        self.free_gradients()
+
+    def _clip(self) -> None:
         gradients = [gradient for parameter in self.parameters if (gradient := parameter.grad) is not None]
         norm = nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
@@ -106,8 +118,6 @@ class TrainStep:
         self.metrics.add("train/grad_norm", norm)
         if self.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, norm)
-        self.apply()
-        self.free_gradients()
 
     def free_gradients(self) -> None:
         for parameter in self.parameters:

@@ -22,7 +22,7 @@ from fusedmlp.bench.cases import parse_case  # noqa: E402
 from fusedmlp.bench.inspection.fake_gpu import fake_gpu  # noqa: E402
 from fusedmlp.bench.inspection.triton_kernels import record  # noqa: E402
 from fusedmlp.impls import triton as impl_triton  # noqa: E402
-from fusedmlp.kernels import configs, gelu, gemm, gemm_stack, reduce, softmax, softmax_team, softmax_wide  # noqa: E402
+from fusedmlp.kernels import adamw, configs, gelu, gemm, gemm_stack, reduce, softmax, softmax_team, softmax_wide  # noqa: E402
 from fusedmlp.kernels.ahead import calls, run  # noqa: E402
 from fusedmlp.kernels.ahead.specialisation import build, recorded, specialisation  # noqa: E402
 from fusedmlp.kernels.ahead.workers import Outcome  # noqa: E402
@@ -229,7 +229,7 @@ def test_what_was_measured_before_is_covered(hopper, monkeypatch):
 
 
 def test_every_kernel_is_in_the_plan_but_that_for_rows_beyond_it(hopper):
-    modules = [gelu, gemm, gemm_stack, reduce, softmax, softmax_team]
+    modules = [adamw, gelu, gemm, gemm_stack, reduce, softmax, softmax_team]
     if HAS_GLUON:
         from fusedmlp.kernels import gemm_hopper
 

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 from conftest import INTERPRETER
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -11,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 if INTERPRETER:
     pytest.skip("kernels are plain Python in the interpreter", allow_module_level=True)
 
-from fusedmlp.kernels import gelu, softmax, softmax_team, softmax_wide
+from fusedmlp.kernels import adamw, gelu, softmax, softmax_team, softmax_wide
 from fusedmlp.kernels.aot import SHARED_BYTES_PER_BLOCK, compile_kernel
 
 SMS = [80, 90, 100]
@@ -80,6 +81,36 @@ def test_erf_form_stays_within_the_instructions_that_memory_leaves_time_for():
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP|BRA)", report.sass(), re.MULTILINE))
     # 16 elements in each of the two branches.
     assert instructions / 32 <= 28
+
+
+ADAMW_ARGUMENTS = {
+    "table_ptr": "*i64", "chunk_ptr": "*i32", "sums_ptr": "*fp32", "max_norm_ptr": "*fp32", "clip_ptr": "*fp32",
+    "num_sums": "i32", "num_tensors": "i32",
+}  # fmt: skip
+
+
+def build_adamw(kernel, constants, sm, num_warps):
+    arguments = {name: ADAMW_ARGUMENTS[name] for name in kernel.arg_names if name not in constants}
+    return compile_kernel(kernel, arguments, constants, sm, num_warps=num_warps)
+
+
+@on_all_cards
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_adamw(dtype, sm):
+    """Vectors of 16 bytes but in the last chunk of a tensor, and enough programs on a multiprocessor to stream."""
+    triton_dtype, block = adamw.DTYPES[dtype], adamw._block(dtype)
+    shared = {"ALIGNED": True, "CHUNK": adamw.CHUNK, "BLOCK": block}
+    constants = {"PARAMETER": triton_dtype, "GRADIENT": triton_dtype, **shared}
+    update = build_adamw(adamw._adamw_kernel, constants, sm, adamw._NUM_WARPS)
+    assert_lean(update)
+    assert (update.loads[16], update.stores[16]) == (4, 3)
+    # Four blocks of 256 threads.
+    assert update.registers <= 64
+    sums = build_adamw(adamw._square_sums_kernel, {"GRADIENT": triton_dtype, **shared}, sm, adamw._NUM_WARPS)
+    assert_lean(sums)
+    assert sums.loads[16] >= 1
+    assert sums.registers <= 40
+    assert_lean(build_adamw(adamw._clip_kernel, {"BLOCK": adamw._SUM_BLOCK}, sm, 16))
 
 
 def softmax_configurations():

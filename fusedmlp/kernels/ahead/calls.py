@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fusedmlp.kernels import choice, configs
+from fusedmlp.kernels import adamw, choice, configs
 from fusedmlp.kernels.ahead.specialisation import Specialisation, recorded
 from fusedmlp.kernels.configs import GemmConfig, Problem, StackConfig
 from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
@@ -45,6 +45,9 @@ def specialisations(device: int, dtypes: Sequence[str]) -> list[Specialisation]:
             if name != "tf32":
                 _pointwise(dtype, device)
                 _softmaxes(dtype, device)
+                # Mixed precision keeps parameters in fp32.
+                for kept in dict.fromkeys((dtype, torch.float32)):
+                    _adamw(kept, device)
     return sorted(found, key=_rank)
 
 
@@ -174,6 +177,16 @@ def _softmaxes(dtype: torch.dtype, device: int) -> None:
             x = _empty(n_rows, n_cols, dtype=dtype, device=device)
             softmax_fwd(x, 1)
             softmax_bwd(x, x, 1)
+
+
+def _adamw(dtype: torch.dtype, device: int) -> None:
+    """A step over parameters of one dtype that begin on 16 bytes."""
+    table = _empty(4, adamw.COLUMNS, dtype=torch.int64, device=device)
+    chunks = _empty(8, 2, dtype=torch.int32, device=device)
+    sums, one, two = (_empty(n, dtype=torch.float32, device=device) for n in (8, 1, 2))
+    adamw.square_sums(table, chunks, sums, dtype, True)
+    adamw.clip(table, sums, one, two)
+    adamw.adamw(table, chunks, two, dtype, dtype, True)
 
 
 def widths() -> list[int]:
