@@ -160,20 +160,22 @@ class TritonAdamW(torch.optim.AdamW):
 
         addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
         key = (addresses, [rate if isinstance(rate, float) else id(rate) for rate, _ in rates], settings)
-        recording = columns[0][0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if recording or key != self._key or self._plan is None:
-            self._plan, self._key = self._make(columns, addresses, rates, settings, recording), key
-        plan = self._plan
+        if columns[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+            # Only replays fill its table, and what they read must stay. The other plan must stay too: pinned memory that
+            # is freed while its stream is recorded breaks PyTorch's allocator.
+            plan = self._make(columns, addresses, rates, settings, recording=True)
+            self._recorded.append((plan, dict(self._chunks)))
+        elif self._plan is None or key != self._key:
+            plan = self._plan = self._make(columns, addresses, rates, settings, recording=False)
+            self._key = key
+        else:
+            plan = self._plan
         for bucket, chunks, sums in plan.parts:
             kernels.square_sums(plan.table, chunks, sums, bucket.grad_dtype, bucket.aligned)
         kernels.clip(plan.table, plan.sums, plan.max_norm, plan.clip)
         for bucket, chunks, _ in plan.parts:
             kernels.adamw(plan.table, chunks, plan.clip, *bucket)
         self.grad_norm = plan.clip[0]
-        if recording:
-            # Only replays fill its table; what they read must stay.
-            self._recorded.append((plan, dict(self._chunks)))
-            self._plan = self._key = None
 
     def _make(
         self, columns: list[list[Tensor]], addresses: list[list[int]], rates: list[tuple[Any, int]],
