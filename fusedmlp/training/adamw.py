@@ -29,7 +29,8 @@ class _Plan(NamedTuple):
         words: all that was copied to the device; the others are views of it or tensors like it.
         table, max_norm, sums, clip: see `kernels/adamw.py`.
         parts: what each launch takes: its bucket, its chunks and its part of `sums`.
-        host: the pinned memory that a captured copy reads at each replay.
+        sizes: elements of each tensor, in the table's order.  chunks: of all of them.
+        hosts: the pinned memory that `words` and `chunks` come from, which a captured copy reads at each replay.
     """
 
     words: Tensor
@@ -38,7 +39,9 @@ class _Plan(NamedTuple):
     sums: Tensor
     clip: Tensor
     parts: list[tuple[_Bucket, Tensor, Tensor]]
-    host: Tensor
+    sizes: list[int]
+    chunks: Tensor
+    hosts: tuple[Tensor, Tensor]
 
 
 def unsupported(parameters: Iterable[Tensor]) -> str | None:
@@ -104,13 +107,12 @@ class TritonAdamW(torch.optim.AdamW):
         # A GradScaler shall unscale the gradients itself.
         self._step_supports_amp_scaling = False
         self.max_grad_norm = max_grad_norm
-        self._chunks: dict[tuple[int, ...], Tensor] = {}
-        self._recorded: list[tuple[_Plan, dict[tuple[int, ...], Tensor]]] = []
+        self._recorded: list[_Plan] = []
         if (reason := unsupported(p for group in self.param_groups for p in group["params"])) is not None:
             raise ValueError(f"TritonAdamW: {reason}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "_chunks": {}, "_recorded": []}
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "_recorded": []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """State of any `torch.optim.AdamW`, fused or not. Raises: ValueError for that of the AMSGrad variant."""
@@ -164,7 +166,7 @@ class TritonAdamW(torch.optim.AdamW):
             # Only replays fill its table, and what they read must stay. The other plan must stay too: pinned memory that
             # is freed while its stream is recorded breaks PyTorch's allocator.
             plan = self._make(columns, addresses, rates, settings, recording=True)
-            self._recorded.append((plan, dict(self._chunks)))
+            self._recorded.append(plan)
         elif self._plan is None or key != self._key:
             plan = self._plan = self._make(columns, addresses, rates, settings, recording=False)
             self._key = key
@@ -213,12 +215,16 @@ class TritonAdamW(torch.optim.AdamW):
         table[:] = filled[order]
         words.copy_(host, non_blocking=True)
         sizes = [parameters[i].numel() for i in order]
-        chunks = self._chunks_of(sizes, device)
+        if self._plan is not None and self._plan.sizes == sizes:
+            chunks, pairs = self._plan.chunks, self._plan.hosts[1]
+        else:
+            chunks, pairs = _chunks_of(sizes, kernels.CHUNK, device)
         sums = torch.empty(chunks.shape[0], dtype=torch.float32, device=device)
         return _Plan(
             words, words[:table_words].view(count, -1), words[-1:].view(torch.float32)[:1], sums,
             torch.empty(2, dtype=torch.float32, device=device),
-            _parts([buckets[i] for i in order], sizes, chunks, sums, kernels.CHUNK), host,
+            _parts([buckets[i] for i in order], sizes, chunks, sums, kernels.CHUNK),
+            sizes, chunks, (host, pairs),
         )  # fmt: skip
 
     def _host_memory(self, like: Tensor, recording: bool) -> Tensor:
@@ -231,20 +237,17 @@ class TritonAdamW(torch.optim.AdamW):
             self._spare = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
         return spare
 
-    def _chunks_of(self, sizes: list[int], device: torch.device) -> Tensor:
-        from fusedmlp.kernels.adamw import CHUNK
 
-        key = tuple(sizes)
-        if key not in self._chunks:
-            counts = [-(-size // CHUNK) for size in sizes]
-            tensors = numpy.repeat(numpy.arange(len(sizes), dtype=numpy.int32), counts)
-            ordinals = numpy.concatenate([numpy.arange(count, dtype=numpy.int32) for count in counts])
-            pairs = torch.from_numpy(numpy.stack((tensors, ordinals), axis=1))
-            if device.type == "cuda":
-                # So that the host does not wait for the copy.
-                pairs = pairs.pin_memory()
-            self._chunks = {key: pairs.to(device, non_blocking=True)}
-        return self._chunks[key]
+def _chunks_of(sizes: list[int], chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tensor, ordinal) of every chunk of tensors of these sizes, on the device and in the memory it comes from."""
+    counts = [-(-size // chunk) for size in sizes]
+    tensors = numpy.repeat(numpy.arange(len(sizes), dtype=numpy.int32), counts)
+    ordinals = numpy.concatenate([numpy.arange(count, dtype=numpy.int32) for count in counts])
+    pairs = torch.from_numpy(numpy.stack((tensors, ordinals), axis=1))
+    if device.type == "cuda":
+        # So that the host does not wait for the copy.
+        pairs = pairs.pin_memory()
+    return pairs.to(device, non_blocking=True), pairs
 
 
 def _check_state(columns: Sequence[Sequence[Tensor]]) -> None:
