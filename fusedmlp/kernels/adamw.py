@@ -1,8 +1,8 @@
 """AdamW with clipping by the global norm, over any number of tensors, in three launches and the least traffic.
 
 The gradients are read once for their norm and once more for the update, which scales them on the way: clipped gradients
-are never written. Per parameter that is 16 bytes in bf16 and 32 in fp32 (gradient twice; parameter and both moments read
-and written), where clipping apart from the update takes 20 and 40.
+are never written. Per parameter that is 16 bytes in bf16 and 32 in fp32 (gradient twice, parameter and both moments
+read and written); clipping apart from the update takes 20 and 40.
 
     _square_sums_kernel   a sum of squares for each chunk of the gradients
     _clip_kernel          the norm, the factor that clips, and the steps counted, by one program
@@ -29,7 +29,7 @@ COLUMNS = 8
 # and what the gradient is multiplied by: 1, or -1 to maximize.
 SETTINGS = 7
 # Elements of a chunk: enough to be worth the two loads that a program waits for before its first element.
-CHUNK = 16384
+CHUNK = 8192
 _NUM_WARPS = 8
 _SUM_BLOCK = 4096
 

@@ -27,8 +27,9 @@ PROFILE_TOOLS = ("torch", "nsys", "memory", "ncu")
 # What is accepted where the type alone does not say it.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.precision": PRECISIONS, "trainer.accelerator": ACCELERATORS, "trainer.strategy": STRATEGIES,
-    "trainer.adamw": ADAMW, "trainer.cuda_graph": ("true", "false", "auto"), "trainer.devices": ("an integer of at least 1", "auto"),
-    "logger.mode": WANDB_MODES, "profile.tool": (*PROFILE_TOOLS, "null"),
+    "trainer.adamw": ADAMW, "trainer.cuda_graph": ("true", "false", "auto"),
+    "trainer.devices": ("an integer of at least 1", "auto"), "logger.mode": WANDB_MODES,
+    "profile.tool": (*PROFILE_TOOLS, "null"),
 }  # fmt: skip
 _INTEGERS_BELOW = 2**63  # what PyTorch holds sizes in
 _LONGEST_WAIT_S = 1_000_000  # PyTorch counts milliseconds in 32 bits
