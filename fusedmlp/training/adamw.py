@@ -147,5 +147,5 @@ class TritonAdamW(torch.optim.AdamW):
         else:
             self._plan.set_rates(groups)
         if self._spare is None or self._spare.shape != self._plan.host.shape:
-            self._spare = host_memory(self._plan.host) if self._plan.table.is_cuda else None
+            self._spare = host_memory(self._plan.host, self._plan.table.device)
         return self._plan

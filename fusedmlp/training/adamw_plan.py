@@ -62,7 +62,8 @@ class Plan:
         table_words, group_words = len(order) * kernels.COLUMNS, 4 * len(groups)
         self._words = torch.empty(table_words + group_words + 1, dtype=torch.int64, device=device)
         self._rates = torch.empty(len(groups), dtype=torch.float32, device=device)
-        self.host = host_memory(self._words) if pinned is None or pinned.shape != self._words.shape else pinned
+        fits = pinned is not None and pinned.shape == self._words.shape
+        self.host = pinned if fits else host_memory(self._words, device)
         numbers = self.host.numpy()
         numbers[:table_words].reshape(-1, kernels.COLUMNS)[:] = self._rows(addresses, groups, table_words, order)
         floats = numbers[table_words:].view(numpy.float32)
@@ -90,7 +91,7 @@ class Plan:
             return
         self._values = values
         if any(value is not None for value in values):
-            self._rates_host = host_memory(self._rates)
+            self._rates_host = host_memory(self._rates, self._rates.device)
             self._rates_host.numpy()[:] = [value or 0.0 for value in values]
             self._rates.copy_(self._rates_host, non_blocking=True)
 
@@ -137,9 +138,9 @@ class Plan:
         return found
 
 
-def host_memory(like: Tensor) -> Tensor:
+def host_memory(like: Tensor, device: torch.device) -> Tensor:
     """Memory on the host from which the device copies without the host waiting."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=device.type == "cuda")
 
 
 def check_state(columns: Columns) -> None:
