@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
+from fusedmlp.kernels.pdl import follow
 
 # Words of a row: addresses of parameter, gradient, moments, step count (fp32), learning rate (fp32) and settings, and
 # the number of elements.
@@ -72,9 +73,10 @@ def _one_minus_power(log_beta, step):
 @triton.jit
 def _square_sums_kernel(
     table_ptr, chunk_ptr, sums_ptr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program c writes the sum of the squares of the gradient's elements in chunk c."""
+    follow(PDL)
     program = tl.program_id(0)
     row, first, size = _chunk(table_ptr, chunk_ptr, program, CHUNK)
     gradient = _pointer(row + 1, GRADIENT, ALIGNED) + first
@@ -93,8 +95,11 @@ def _square_sums_kernel(
 
 
 @triton.jit(do_not_specialize=["num_sums", "num_tensors"])
-def _clip_kernel(table_ptr, sums_ptr, max_norm_ptr, clip_ptr, num_sums, num_tensors, BLOCK: tl.constexpr):
+def _clip_kernel(
+    table_ptr, sums_ptr, max_norm_ptr, clip_ptr, num_sums, num_tensors, BLOCK: tl.constexpr, PDL: tl.constexpr = False
+):
     """clip = (norm, factor): the root of the sums' sum and what gradients are multiplied by; counts the steps."""
+    follow(PDL)
     offs = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, num_sums, BLOCK):
@@ -143,9 +148,10 @@ def _adamw(
 @triton.jit
 def _adamw_kernel(
     table_ptr, chunk_ptr, clip_ptr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One program updates a chunk of a parameter and its moments, which have the parameter's dtype."""
+    follow(PDL)
     # Backwards: the gradients whose squares were summed last are still in L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row, first, size = _chunk(table_ptr, chunk_ptr, program, CHUNK)

@@ -77,13 +77,15 @@ def compile_kernel(
     Args:
         kernel: a `@triton.jit` (or Gluon) function.
         types: run-time arguments, name -> "*bf16", "i32", "fp32", "tensordesc<bf16[128,64]>", ...
-        constants: constexpr arguments, name -> value.
+        constants: constexpr arguments, name -> value; those with a default may be left out.
         sm: compute capability times ten: 80, 90, 100.
         multiples_of_16: arguments known to be divisible by 16; default: every pointer.
         num_warps, num_stages, options: as in a launch.
     Raises: ValueError when an argument of the kernel is in neither or both of `types` and `constants`.
     """
     names = kernel.arg_names
+    defaults = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default}
+    constants = {name: value for name, value in defaults.items() if name not in types} | dict(constants)
     if sorted([*types, *constants]) != sorted(names):
         raise ValueError(f"{kernel.__name__} takes {names}; got types {list(types)} and constants {list(constants)}")
     if multiples_of_16 is None:

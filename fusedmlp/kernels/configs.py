@@ -104,7 +104,8 @@ class StackConfig:
 # In the order in which the rule asks: largest tiles first. The backward epilogue holds more values than the forward
 # one, so its tiles are smaller. Narrow tiles take longer steps over K where the card's shared memory allows.
 _FORWARD = {
-    "one wave, sm_90": [],
+    # Where each program has one tile, all warps for its epilogue.
+    "one wave, sm_90": [GemmConfig("plain", 128, 128, 64, 8, 5, 8), GemmConfig("plain", 64, 128, 128, 8, 4, 8)],
     "hopper": [GemmConfig("hopper", 128, 128, 64, 8, 5, 4)],
     # Other cards have not the registers or the shared memory for it.
     "16 bit, sm_90": [GemmConfig("plain", 128, 256, 64, 8, 3, 8)],
@@ -193,7 +194,7 @@ def candidates(problem: Problem) -> list[GemmConfig]:
         configs = known["one wave, sm_90"] + gluon + known["16 bit, sm_90"] + known["16 bit"]
     else:
         configs = known["16 bit"]
-    suitable = [config for config in configs if _suits(config, problem)]
+    suitable = [config for config in configs if _suits(config, problem, config in known.get("one wave, sm_90", ()))]
     if not suitable:
         _, _, shared, name = card(problem.device)
         raise RuntimeError(
@@ -203,7 +204,7 @@ def candidates(problem: Problem) -> list[GemmConfig]:
     return suitable
 
 
-def _suits(config: GemmConfig, problem: Problem) -> bool:
+def _suits(config: GemmConfig, problem: Problem, in_one_wave: bool) -> bool:
     """Whether the card has the shared memory, and the problem is of the kind that the configuration is for."""
     _, multiprocessors, shared, _ = card(problem.device)
     needed = config.shared_bytes(problem.dtype.itemsize, problem.use_tma, problem.backward)
@@ -212,7 +213,7 @@ def _suits(config: GemmConfig, problem: Problem) -> bool:
     one_wave = config.tiles(problem) <= at_once
     # A step longer than K would multiply zeros.
     longest_step = max(64, problem.K)
-    return needed <= shared and longest_step >= config.BLOCK_K and (one_wave or not config.PREACT_FIRST)
+    return needed <= shared and longest_step >= config.BLOCK_K and (one_wave or not in_one_wave)
 
 
 def by_rule(problem: Problem) -> GemmConfig:

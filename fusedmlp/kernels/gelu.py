@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusedmlp.kernels import prepared
+from fusedmlp.kernels.pdl import follow
 
 # Two 16-byte accesses in each of 128 threads; one for fp32 forward, which needs no more in flight (measured, H200).
 _BLOCK_BYTES = 4096
@@ -90,8 +91,9 @@ def gelu_and_grad(x, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def _gelu_fwd_kernel(x_ptr, y_ptr, n, APPROXIMATE: tl.constexpr, BLOCK: tl.constexpr):
+def _gelu_fwd_kernel(x_ptr, y_ptr, n, APPROXIMATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """One program reads BLOCK consecutive elements of x and writes gelu(x)."""
+    follow(PDL)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offs = tl.arange(0, BLOCK)
     x_ptrs = x_ptr + start + offs
@@ -107,8 +109,11 @@ def _gelu_fwd_kernel(x_ptr, y_ptr, n, APPROXIMATE: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def _gelu_bwd_kernel(dy_ptr, x_ptr, dx_ptr, n, APPROXIMATE: tl.constexpr, BLOCK: tl.constexpr):
+def _gelu_bwd_kernel(
+    dy_ptr, x_ptr, dx_ptr, n, APPROXIMATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False
+):
     """One program reads BLOCK consecutive elements of dy and x and writes dx = dy * gelu'(x)."""
+    follow(PDL)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offs = tl.arange(0, BLOCK)
     dy_ptrs = dy_ptr + start + offs

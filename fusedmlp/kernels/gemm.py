@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fusedmlp.kernels.gelu import gelu, gelu_and_grad
+from fusedmlp.kernels.pdl import follow
 
 
 @triton.jit
@@ -83,8 +84,10 @@ def _linear_gelu_fwd_kernel(
     APPROXIMATE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr, PRECISION: tl.constexpr,
     B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """act = gelu(x @ weight + bias), and preact if asked for."""
+    follow(PDL)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, num_programs, flatten=USE_TMA):
@@ -154,7 +157,7 @@ def _dgelu_kernel(
     APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, STORE_PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr, B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PREACT_FIRST: tl.constexpr,
+    PREACT_FIRST: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """dpreact = (dy @ weight) * gelu'(preact); if asked for, second = gelu(preact) (STORE_ACT) or dy @ weight
     (STORE_PRODUCT), and partial_ptr (cdiv(M, BLOCK_M), N) in fp32.
@@ -162,6 +165,7 @@ def _dgelu_kernel(
     With PREACT_FIRST there is a program for every tile, and it reads the tile's preact before the products: where all
     programs run at once, nothing else hides that read. Else preact is a descriptor like the others.
     """
+    follow(PDL)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     if PREACT_FIRST:

@@ -358,6 +358,16 @@ def _bwd_consumer(
 
 
 @gluon.jit
+def _follow(PDL: gl.constexpr):
+    """`pdl.follow`, in the warps that then start the others."""
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def _barriers(COUNT: gl.constexpr):
     """Barriers that wait for one arrival each."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -383,9 +393,10 @@ def _ring(a_desc, b_desc, STAGES: gl.constexpr):
 def _hopper_linear_gelu_fwd_kernel(
     x_desc, weight_desc, act_desc, preact_desc, bias_ptr, M, N, K, num_programs,
     APPROXIMATE: gl.constexpr, HAS_BIAS: gl.constexpr, STORE_PREACT: gl.constexpr, B_IS_NK: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """act = gelu(x @ weight + bias), and preact if asked for. A program computes every num_programs-th tile."""
+    _follow(PDL)
     ring = _ring(x_desc, weight_desc, STAGES)
     turn = _barriers(2)
     out_smem = _tiles(act_desc, 2)
@@ -408,10 +419,11 @@ def _hopper_linear_gelu_fwd_kernel(
 def _hopper_dgelu_kernel(
     dy_desc, weight_desc, preact_desc, dpreact_desc, second_desc, partial_ptr, M, N, K, num_programs,
     APPROXIMATE: gl.constexpr, STORE_ACT: gl.constexpr, SUM_ROWS: gl.constexpr, STORE_PRODUCT: gl.constexpr,
-    B_IS_NK: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    B_IS_NK: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """dpreact = (dy @ weight) * gelu'(preact); if asked for, second = gelu(preact) (STORE_ACT) or dy @ weight
     (STORE_PRODUCT), and column sums."""
+    _follow(PDL)
     ring = _ring(dy_desc, weight_desc, STAGES)
     turn = _barriers(2)
     loaded = _barriers(2)

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedmlp.kernels import configs, gemm, gemm_stack
@@ -40,7 +41,11 @@ def backward(problem: Problem, config: GemmConfig, strides: tuple[int, int], fla
 
 
 def stack(
-    sizes: tuple[int, int, int, int], config: StackConfig, strides: tuple[int, int, int], flags: tuple, use_tma: bool
+    sizes: tuple[int, int, int, int],
+    config: StackConfig,
+    strides: tuple[int, int, int],
+    flags: tuple,
+    device: torch.device,
 ) -> Launch:
     """Launch of the kernel for a layer within a stack with (dy, weight, preact, dpreact, dx, partial, x, dweight, sums,
     dbias).
@@ -56,6 +61,7 @@ def stack(
         (0, a), (1, b), (2, None), (3, c), (4, c), (5, None),
         (0, (step, dweight.BLOCK_M)), (6, (step, dweight.BLOCK_N)), (7, result), (8, None), (9, None),
     )  # fmt: skip
+    use_tma = device.type == "cuda"
     if not use_tma:
         arguments = tuple((place, None) for place, _ in arguments)
     M, N, K, rows = sizes
@@ -65,8 +71,12 @@ def stack(
     options = {"num_warps": dx.num_warps, "num_stages": dx.num_stages}
     return Launch(
         gemm_stack._stack_bwd_kernel, arguments, TensorDescriptor.from_tensor, programs, (*strides, *sizes), constants,
-        options,
+        options, device,
     )  # fmt: skip
+
+
+def _device(problem: Problem) -> torch.device:
+    return torch.device("cpu") if problem.device < 0 else torch.device("cuda", problem.device)
 
 
 def _blocks(config: GemmConfig, b_is_nk: bool) -> tuple[Block, Block, Block]:
@@ -85,7 +95,9 @@ def _hopper(kernel, arguments, problem: Problem, config: GemmConfig, flags: tupl
     integers = (problem.M, problem.N, problem.K, programs)
     constants = (*flags, b_is_nk, config.GROUP_M, config.num_stages)
     options = {"num_warps": config.num_warps, "maxnreg": _gemm_hopper().MAXNREG}
-    return Launch(kernel, arguments, _gemm_hopper().descriptor, programs, integers, constants, options)
+    return Launch(
+        kernel, arguments, _gemm_hopper().descriptor, programs, integers, constants, options, _device(problem)
+    )
 
 
 def _plain(kernel, arguments, problem, config, strides, flags: tuple, b_is_nk: bool, last: tuple = ()) -> Launch:
@@ -96,7 +108,9 @@ def _plain(kernel, arguments, problem, config, strides, flags: tuple, b_is_nk: b
     blocks = (config.BLOCK_M, config.BLOCK_N, config.BLOCK_K, config.GROUP_M)
     constants = (*flags, problem.precision, b_is_nk, problem.use_tma, *blocks, *last)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return Launch(kernel, arguments, TensorDescriptor.from_tensor, programs, integers, constants, options)
+    return Launch(
+        kernel, arguments, TensorDescriptor.from_tensor, programs, integers, constants, options, _device(problem)
+    )
 
 
 @cache

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fusedmlp.kernels.gemm import _dgelu_tile, _load, _store, tile_position
+from fusedmlp.kernels.pdl import follow
 from fusedmlp.kernels.reduce import column_sum_block
 
 
@@ -38,9 +39,10 @@ def _stack_bwd_kernel(
     APPROXIMATE: tl.constexpr, SUM_ROWS: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DWEIGHT_K: tl.constexpr, DWEIGHT_N: tl.constexpr, DWEIGHT_STEP: tl.constexpr, DWEIGHT_STAGES: tl.constexpr,
-    DX_FIRST: tl.constexpr, SUM_BLOCK: tl.constexpr,
+    DX_FIRST: tl.constexpr, SUM_BLOCK: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A program computes one tile of dx, dpreact and partial, or one tile of dweight, or SUM_BLOCK of dbias."""
+    follow(PDL)
     pid = tl.program_id(0)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)

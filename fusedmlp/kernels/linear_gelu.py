@@ -162,7 +162,7 @@ def _prepare_stack(tensors: tuple[Tensor, ...], rows: int, flags: tuple, config:
         config = config or configs.for_stack(M, N, K, dy.element_size(), device, True)
         if config is None:
             raise ValueError(f"no kernel for a stack's layer of {M} x {K} x {N} in {dy.dtype} on {dy.device}")
-        launch = gemm_launch.stack((M, N, K, rows), config, strides, flags, dy.is_cuda)
+        launch = gemm_launch.stack((M, N, K, rows), config, strides, flags, dy.device)
         remember(_prepared_stack, key, launch)
     return launch
 

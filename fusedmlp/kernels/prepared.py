@@ -10,9 +10,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
+from fusedmlp.kernels import pdl
 from fusedmlp.kernels.launch import on_device_of
 
 # Versions of Triton whose compiled kernels are called as here; others launch as they always do.
@@ -45,6 +47,7 @@ class Launch:
             a tensor descriptor, else None.
         descriptor: (tensor, block) -> the descriptor that Triton's own launch takes.
         programs: size of the grid.  integers, constants: in the kernel's order.  options: num_warps and the like.
+        device: of the tensors; where it allows, a kernel with a constant PDL, its last, is launched as `pdl.py` says.
     """
 
     def __init__(
@@ -56,7 +59,12 @@ class Launch:
         integers: tuple[int, ...],
         constants: tuple,
         options: dict[str, Any],
+        device: torch.device | None = None,
     ):
+        if device is not None and "PDL" in kernel.arg_names:
+            early = pdl.available(device)
+            constants = (*constants, early)
+            options = {**options, "launch_pdl": True} if early else options
         self._kernel, self._arguments, self._descriptor = kernel, arguments, descriptor
         self._grid, self._scalars, self._options = (programs, 1, 1), (*integers, *constants), options
         self._direct: Callable[[tuple[Tensor, ...]], None] | None = None
@@ -164,7 +172,9 @@ def launch(
     prepared = _prepared.get(key)
     if prepared is None:
         arguments = [(place, None) for place in range(len(tensors))]
-        prepared = Launch(kernel, arguments, None, programs, integers, constants, {"num_warps": num_warps})
+        prepared = Launch(
+            kernel, arguments, None, programs, integers, constants, {"num_warps": num_warps}, first.device
+        )
         remember(_prepared, key, prepared)
     with on_device_of(first):
         prepared(*tensors)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedmlp.kernels import prepared
 from fusedmlp.kernels.gelu import gelu_grad
+from fusedmlp.kernels.pdl import follow
 
 
 class Strips(NamedTuple):
@@ -33,9 +34,10 @@ MOST_ROWS = 2**30
 def _dgelu_dbias_kernel(
     dy_ptr, preact_ptr, dpreact_ptr, partial_ptr, stride_dm, stride_dn, M, N,
     APPROXIMATE: tl.constexpr, SUM_ROWS: tl.constexpr,
-    STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """A strip of STRIP rows and BLOCK_N columns: dpreact = dy * gelu'(preact), and its column sums."""
+    follow(PDL)
     pid = tl.program_id(0)
     num_n = tl.cdiv(N, BLOCK_N)
     strip = pid // num_n
@@ -68,8 +70,11 @@ def column_sum_block(partial_ptr, out_ptr, first, P, N, BLOCK_P: tl.constexpr, B
 
 
 @triton.jit(do_not_specialize=["P"])
-def _column_sum_kernel(partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+def _column_sum_kernel(
+    partial_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr = False
+):
     """out (N,) = column sums of partial (P, N); a program sums BLOCK_N columns."""
+    follow(PDL)
     column_sum_block(partial_ptr, out_ptr, tl.program_id(0) * BLOCK_N, P, N, BLOCK_P, BLOCK_N)
 
 

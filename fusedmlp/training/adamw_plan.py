@@ -62,8 +62,9 @@ class Plan:
         table_words, group_words = len(order) * kernels.COLUMNS, 4 * len(groups)
         self._words = torch.empty(table_words + group_words + 1, dtype=torch.int64, device=device)
         self._rates = torch.empty(len(groups), dtype=torch.float32, device=device)
-        fits = pinned is not None and pinned.shape == self._words.shape
-        self.host = pinned if fits else host_memory(self._words, device)
+        if pinned is None or pinned.shape != self._words.shape:
+            pinned = host_memory(self._words, device)
+        self.host = pinned
         numbers = self.host.numpy()
         numbers[:table_words].reshape(-1, kernels.COLUMNS)[:] = self._rows(addresses, groups, table_words, order)
         floats = numbers[table_words:].view(numpy.float32)

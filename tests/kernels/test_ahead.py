@@ -260,7 +260,7 @@ INTEGERS = (0, 1, 2, 3, 8, 15, 16, 17, 4096, 2**31 - 1, 2**31, 2**31 + 1, 2**32,
 
 @pytest.mark.parametrize(
     ("kernel", "rest"),
-    [(reduce._column_sum_kernel, ((1024, 32, 32), 0)), (reduce._column_sum_kernel, ((9, 32, 32), 1))],
+    [(reduce._column_sum_kernel, ((1024, 32, 32, False), 0)), (reduce._column_sum_kernel, ((9, 32, 32, False), 1))],
 )
 def test_integers_are_told_apart_as_triton_does(kernel, rest, no_gpu):
     """The first integer, P, is one that the kernel does not specialise on; the second, N, one that it does."""
@@ -280,7 +280,7 @@ def test_pointers_are_told_apart_as_triton_does(no_gpu):
     whole = torch.empty(64, dtype=torch.bfloat16)
     keys = set()
     for x in (whole, whole[1:], whole[8:], whole.float()):
-        arguments = (x, whole, 63, "none", 2048)
+        arguments = (x, whole, 63, "none", 2048, False)
         item = specialisation(gelu._gelu_fwd_kernel, arguments, {"num_warps": 4})
         own = key(gelu._gelu_fwd_kernel, arguments, {"num_warps": 4})
         assert key(item.kernel(), item.stand_ins(), dict(item.options)) == own
@@ -290,7 +290,7 @@ def test_pointers_are_told_apart_as_triton_does(no_gpu):
 
 def test_a_launch_finds_on_disk_what_was_built(no_gpu, monkeypatch):
     """Of other sizes, in a process that has compiled nothing; what was not built is compiled."""
-    kernel, rest = gelu._gelu_fwd_kernel, ("tanh", 2048)
+    kernel, rest = gelu._gelu_fwd_kernel, ("tanh", 2048, False)
     x = torch.empty(64, dtype=torch.bfloat16)
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: hits.append(event["cache_hit"]))
@@ -305,12 +305,12 @@ def test_a_launch_finds_on_disk_what_was_built(no_gpu, monkeypatch):
 
 def test_a_kernel_that_does_not_compile_says_so(no_gpu):
     x = torch.empty(64, dtype=torch.bfloat16)
-    bad = specialisation(gelu._gelu_fwd_kernel, (x, x, 32, "tanh", 1000), {"num_warps": 4})
+    bad = specialisation(gelu._gelu_fwd_kernel, (x, x, 32, "tanh", 1000, False), {"num_warps": 4})
     with pytest.raises(triton.compiler.CompilationError):
         build(bad)
-    assert str(bad) == "_gelu_fwd_kernel(bfloat16, n=16n, APPROXIMATE=tanh, BLOCK=1000, num_warps=4)"
+    assert str(bad) == "_gelu_fwd_kernel(bfloat16, n=16n, APPROXIMATE=tanh, BLOCK=1000, PDL=False, num_warps=4)"
     for n, words in ((1, "n=1"), (30, "n=n"), (2**40, "n=16n >= 2**31")):
-        assert f" {words}, " in str(specialisation(gelu._gelu_fwd_kernel, (x, x, n, "tanh", 1000), {}))
+        assert f" {words}, " in str(specialisation(gelu._gelu_fwd_kernel, (x, x, n, "tanh", 1000, False), {}))
 
 
 def test_recording_leaves_nothing_behind(hopper):

@@ -27,7 +27,7 @@ def types(kernel, constants, dtype):
             return "*i64"
         return f"*{dtype}" if name.endswith("_ptr") else "i32"
 
-    return {name: kind(name) for name in kernel.arg_names if name not in constants}
+    return {name: kind(name) for name in kernel.arg_names if name not in constants and name != "PDL"}
 
 
 def build(kernel, constants, dtype, sm, num_warps, odd=()):
@@ -90,7 +90,7 @@ ADAMW_ARGUMENTS = {
 
 
 def build_adamw(kernel, constants, sm, num_warps):
-    arguments = {name: ADAMW_ARGUMENTS[name] for name in kernel.arg_names if name not in constants}
+    arguments = {name: kind for name, kind in ADAMW_ARGUMENTS.items() if name in kernel.arg_names}
     return compile_kernel(kernel, arguments, constants, sm, num_warps=num_warps)
 
 

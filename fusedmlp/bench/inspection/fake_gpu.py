@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fusedmlp.bench.cards import OCCUPANCY, Card
+from fusedmlp.kernels import pdl
 
 
 @contextmanager
@@ -33,6 +34,7 @@ def fake_gpu(card: Card) -> Iterator[FakeTensorMode]:
         replace(torch.cuda, "get_device_capability", lambda device=None: divmod(card.sm, 10))
         replace(torch.cuda, "get_device_name", lambda device=None: card.name)
         replace(torch.cuda, "current_device", lambda: 0)
+        replace(pdl, "driver_version", lambda: 13000)
         replace(torch.cuda, "is_available", lambda: True)
         replace(torch.cuda, "is_current_stream_capturing", lambda: False)
         # Launchers ask it for alignment; fresh tensors are aligned.

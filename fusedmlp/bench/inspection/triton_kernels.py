@@ -32,7 +32,7 @@ _TYPES = {
     torch.int8: "i8",
     torch.uint8: "u8",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ def _recorded(launches: list[Launch]) -> Iterator[None]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         defaults = {p.name: p.default for p in kernel.params if p.has_default}
-        arguments = defaults | dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        given = defaults | dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        arguments = {name: given[name] for name in kernel.arg_names}
         sizes = grid(arguments) if callable(grid) else grid
         launches.append(Launch(kernel, arguments, options, math.prod(sizes)))
 
