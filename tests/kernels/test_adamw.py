@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import ON_GPU
+from training.runs import curve, result, train
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -308,3 +309,26 @@ def test_recorded_twice_and_not_at_all():
     for one, two in zip(ours, theirs, strict=True):
         assert torch.equal(one, two)
         assert optimizer.state[one]["step"] == plain.state[two]["step"] == 8
+
+
+def test_training_is_the_same_with_both(tmp_path, device):
+    """Losses and norms of runs, with clipping and accumulation; each goes on from the other's checkpoint."""
+    settings = ("trainer.accumulate=2", "trainer.max_grad_norm=0.05", "trainer.log_every=1", "trainer.warmup_steps=0",
+                "trainer.min_learning_rate=1e-3", "trainer.precision=32-true",
+                f"trainer.accelerator={'gpu' if ON_GPU else 'cpu'}")  # fmt: skip
+    other = {"native": "triton", "triton": "native"}
+    for name in other:
+        ending = train(tmp_path / name, f"trainer.adamw={name}", "trainer.max_steps=6", *settings)
+        assert ending.status == "completed", ending.reason
+        assert result(tmp_path / name)["adamw"] == name
+    for name, before in other.items():
+        resumed = ("trainer.max_steps=9", f"resume={tmp_path / before}", *settings)
+        assert train(tmp_path / f"{name}-on", f"trainer.adamw={name}", *resumed).status == "completed"
+    for kind in ("train/loss", "train/grad_norm"):
+        for ending in ("", "-on"):
+            native, triton = (
+                {step: float(value) for step, value in curve(tmp_path / f"{name}{ending}", kind).items()}
+                for name in other
+            )
+            assert len(native) == (3 if ending else 6)
+            assert triton == pytest.approx(native, rel=1e-4)

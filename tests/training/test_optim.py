@@ -7,7 +7,9 @@ import torch
 from omegaconf import OmegaConf
 from training.runs import config
 
+from fusedmlp.errors import UserError
 from fusedmlp.models import GPT
+from fusedmlp.training.adamw import TritonAdamW
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions, build
 
@@ -46,6 +48,24 @@ def test_only_matrices_decay_and_every_parameter_is_optimized_once(options):
     assert sorted(id(parameter) for parameter in decayed + others) == sorted(wanted)
 
 
-def test_the_fused_form_is_used(options):
-    optimizer = build_optimizer(torch.nn.Linear(2, 2), options)
+@pytest.mark.parametrize("name", ["auto", "native"])
+def test_without_a_gpu_pytorchs_fused_form_is_used(options, name):
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), replace(options, adamw=name))
+    assert type(optimizer) is torch.optim.AdamW
     assert all(group["fused"] for group in optimizer.param_groups)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_triton_that_cannot_run_is_refused(options):
+    with pytest.raises(UserError, match=r"trainer.adamw=triton cannot run here: .*; accepted: native, or auto"):
+        build_optimizer(torch.nn.Linear(2, 2), replace(options, adamw="triton"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_triton_is_used_where_it_can_be(options):
+    for dtype, wanted in (
+        (torch.float32, TritonAdamW),
+        (torch.bfloat16, TritonAdamW),
+        (torch.float64, torch.optim.AdamW),
+    ):
+        assert type(build_optimizer(torch.nn.Linear(2, 2, device="cuda", dtype=dtype), options)) is wanted
