@@ -19,7 +19,7 @@ TRITON = ".".join(triton.__version__.split(".")[:2])
 class GemmConfig:
     """Constants of a GEMM kernel: `kernel` is "plain" (gemm.py) or "hopper" (gemm_hopper.py).
 
-    PREACT_FIRST (backward, plain): a program for every tile, which reads its preact before the products.
+    READ_FIRST (plain): a program for every tile, which reads its preact, forward its bias, before the products.
     """
 
     kernel: str
@@ -29,7 +29,7 @@ class GemmConfig:
     GROUP_M: int
     num_stages: int
     num_warps: int
-    PREACT_FIRST: bool = False
+    READ_FIRST: bool = False
 
     def tiles(self, problem: "Problem") -> int:
         return triton.cdiv(problem.M, self.BLOCK_M) * triton.cdiv(problem.N, self.BLOCK_N)
@@ -40,7 +40,7 @@ class GemmConfig:
         result = self.BLOCK_M * self.BLOCK_N
         if self.kernel == "hopper":
             return itemsize * (operands + 2 * result) + (4608 if backward else 512)
-        if self.PREACT_FIRST:
+        if self.READ_FIRST:
             # Results take the place of operands that are no longer needed.
             return itemsize * max(operands, (1 + backward) * result) + 2048
         # Each matrix of the result's shape takes a tile; fp32 ones one more to change the layout of the products.
@@ -104,8 +104,13 @@ class StackConfig:
 # In the order in which the rule asks: largest tiles first. The backward epilogue holds more values than the forward
 # one, so its tiles are smaller. Narrow tiles take longer steps over K where the card's shared memory allows.
 _FORWARD = {
-    # Where each program has one tile, all warps for its epilogue.
-    "one wave, sm_90": [GemmConfig("plain", 128, 128, 64, 8, 5, 8), GemmConfig("plain", 64, 128, 128, 8, 4, 8)],
+    # Before "hopper", whose programs hide the epilogue of one tile behind the products of another: here there is none.
+    "one wave, sm_90": [
+        GemmConfig("plain", 128, 128, 64, 8, 5, 8, READ_FIRST=True),
+        GemmConfig("plain", 64, 128, 128, 8, 4, 8, READ_FIRST=True),
+        # All of K = 512 in flight at once.
+        GemmConfig("plain", 64, 64, 128, 8, 4, 4, READ_FIRST=True),
+    ],
     "hopper": [GemmConfig("hopper", 128, 128, 64, 8, 5, 4)],
     # Other cards have not the registers or the shared memory for it.
     "16 bit, sm_90": [GemmConfig("plain", 128, 256, 64, 8, 3, 8)],
@@ -121,14 +126,13 @@ _FORWARD = {
     "ieee": [GemmConfig("plain", 128, 64, 16, 8, 3, 8), GemmConfig("plain", 64, 64, 16, 8, 3, 4)],
 }
 _BACKWARD = {
-    # Before "hopper", whose programs hide the epilogue of one tile behind the products of another: here there is none.
     "one wave, sm_90": [
-        GemmConfig("plain", 64, 128, 64, 8, 6, 8, PREACT_FIRST=True),
+        GemmConfig("plain", 64, 128, 64, 8, 6, 8, READ_FIRST=True),
         # Two programs share a multiprocessor, and hide each other's.
-        GemmConfig("plain", 64, 128, 64, 8, 4, 8, PREACT_FIRST=True),
-        GemmConfig("plain", 128, 128, 64, 8, 4, 8, PREACT_FIRST=True),
+        GemmConfig("plain", 64, 128, 64, 8, 4, 8, READ_FIRST=True),
+        GemmConfig("plain", 128, 128, 64, 8, 4, 8, READ_FIRST=True),
         # All of K = 512 in flight at once.
-        GemmConfig("plain", 64, 32, 128, 8, 4, 4, PREACT_FIRST=True),
+        GemmConfig("plain", 64, 32, 128, 8, 4, 4, READ_FIRST=True),
     ],
     "hopper": [GemmConfig("hopper", 128, 128, 64, 16, 4, 4)],
     "16 bit, sm_90": [],
@@ -194,7 +198,7 @@ def candidates(problem: Problem) -> list[GemmConfig]:
         configs = known["one wave, sm_90"] + gluon + known["16 bit, sm_90"] + known["16 bit"]
     else:
         configs = known["16 bit"]
-    suitable = [config for config in configs if _suits(config, problem, config in known.get("one wave, sm_90", ()))]
+    suitable = [config for config in configs if _suits(config, problem)]
     if not suitable:
         _, _, shared, name = card(problem.device)
         raise RuntimeError(
@@ -204,7 +208,7 @@ def candidates(problem: Problem) -> list[GemmConfig]:
     return suitable
 
 
-def _suits(config: GemmConfig, problem: Problem, in_one_wave: bool) -> bool:
+def _suits(config: GemmConfig, problem: Problem) -> bool:
     """Whether the card has the shared memory, and the problem is of the kind that the configuration is for."""
     _, multiprocessors, shared, _ = card(problem.device)
     needed = config.shared_bytes(problem.dtype.itemsize, problem.use_tma, problem.backward)
@@ -213,7 +217,7 @@ def _suits(config: GemmConfig, problem: Problem, in_one_wave: bool) -> bool:
     one_wave = config.tiles(problem) <= at_once
     # A step longer than K would multiply zeros.
     longest_step = max(64, problem.K)
-    return needed <= shared and longest_step >= config.BLOCK_K and (one_wave or not in_one_wave)
+    return needed <= shared and longest_step >= config.BLOCK_K and (one_wave or not config.READ_FIRST)
 
 
 def by_rule(problem: Problem) -> GemmConfig:

@@ -8,7 +8,7 @@
 where B_IS_NK, else as (K, N), with contiguous rows either way; results have contiguous rows of N. With USE_TMA the
 matrices are tensor descriptors (rows of a multiple of 16 bytes), else pointers with 64-bit offsets and masks.
 
-A program computes every num_programs-th tile, accumulating in fp32; or, backward with PREACT_FIRST, just one. The
+A program computes every num_programs-th tile, accumulating in fp32; or, with READ_FIRST, just one. The
 compiler makes the same code whatever it knows of num_programs, so it is told nothing: less to compile.
 """
 
@@ -78,31 +78,62 @@ def _product(
     return acc
 
 
+@triton.jit
+def _read_bias(bias_ptr, n, N, BLOCK_N: tl.constexpr):
+    offs_n = n + tl.arange(0, BLOCK_N)
+    return tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+
+
+@triton.jit
+def _linear_gelu_tile(
+    x, weight, act, preact, bias_ptr, stride_x, stride_w, pid_m, pid_n, M, N, K,
+    APPROXIMATE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr, PRECISION: tl.constexpr,
+    B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, READ_FIRST: tl.constexpr,
+):  # fmt: skip
+    """One tile of act, and of preact if asked for."""
+    m = pid_m * BLOCK_M
+    n = pid_n * BLOCK_N
+    if HAS_BIAS and READ_FIRST:
+        bias = _read_bias(bias_ptr, n, N, BLOCK_N)
+    acc = _product(x, weight, stride_x, stride_w, m, n, M, N, K, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K)
+    if HAS_BIAS:
+        if not READ_FIRST:
+            bias = _read_bias(bias_ptr, n, N, BLOCK_N)
+        acc += bias.to(tl.float32)[None, :]
+    if STORE_PREACT:
+        _store(preact, acc, m, n, M, N, USE_TMA)
+    _store(act, gelu(acc, APPROXIMATE), m, n, M, N, USE_TMA)
+
+
 @triton.jit(do_not_specialize=["num_programs"])
 def _linear_gelu_fwd_kernel(
     x, weight, act, preact, bias_ptr, stride_x, stride_w, M, N, K, num_programs,
     APPROXIMATE: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr, PRECISION: tl.constexpr,
     B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PDL: tl.constexpr = False,
+    READ_FIRST: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """act = gelu(x @ weight + bias), and preact if asked for."""
+    """act = gelu(x @ weight + bias), and preact if asked for.
+
+    With READ_FIRST there is a program for every tile, and it reads the tile's bias before the products.
+    """
     follow(PDL)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, num_programs, flatten=USE_TMA):
-        pid_m, pid_n = tile_position(tile, num_m, num_n, GROUP_M)
-        m = pid_m * BLOCK_M
-        n = pid_n * BLOCK_N
-        acc = _product(
-            x, weight, stride_x, stride_w, m, n, M, N, K, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        if HAS_BIAS:
-            offs_n = n + tl.arange(0, BLOCK_N)
-            acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        if STORE_PREACT:
-            _store(preact, acc, m, n, M, N, USE_TMA)
-        _store(act, gelu(acc, APPROXIMATE), m, n, M, N, USE_TMA)
+    if READ_FIRST:
+        pid_m, pid_n = tile_position(tl.program_id(0), num_m, num_n, GROUP_M)
+        _linear_gelu_tile(
+            x, weight, act, preact, bias_ptr, stride_x, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE, HAS_BIAS,
+            STORE_PREACT, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K, True,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(tl.program_id(0), num_m * num_n, num_programs, flatten=USE_TMA):
+            pid_m, pid_n = tile_position(tile, num_m, num_n, GROUP_M)
+            _linear_gelu_tile(
+                x, weight, act, preact, bias_ptr, stride_x, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE, HAS_BIAS,
+                STORE_PREACT, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K, False,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -124,17 +155,17 @@ def _dgelu_tile(
     dy, weight, preact, dpreact, second, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K,
     APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, STORE_PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr, B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREACT_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, READ_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One tile of dpreact, and of act or the product and the column sums if asked for."""
     m = pid_m * BLOCK_M
     n = pid_n * BLOCK_N
-    if PREACT_FIRST:
+    if READ_FIRST:
         z = _load_early(preact, m, n, M, N, USE_TMA, BLOCK_M, BLOCK_N)
     acc = _product(
         dy, weight, stride_dy, stride_w, m, n, M, N, K, PRECISION, B_IS_NK, USE_TMA, BLOCK_M, BLOCK_N, BLOCK_K
     )
-    if not PREACT_FIRST:
+    if not READ_FIRST:
         z = _load(preact, N, m, n, M, N, USE_TMA, BLOCK_M, BLOCK_N)
     if STORE_PRODUCT:
         _store(second, acc, m, n, M, N, USE_TMA)
@@ -157,18 +188,18 @@ def _dgelu_kernel(
     APPROXIMATE: tl.constexpr, STORE_ACT: tl.constexpr, SUM_ROWS: tl.constexpr, STORE_PRODUCT: tl.constexpr,
     PRECISION: tl.constexpr, B_IS_NK: tl.constexpr, USE_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PREACT_FIRST: tl.constexpr, PDL: tl.constexpr = False,
+    READ_FIRST: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """dpreact = (dy @ weight) * gelu'(preact); if asked for, second = gelu(preact) (STORE_ACT) or dy @ weight
     (STORE_PRODUCT), and partial_ptr (cdiv(M, BLOCK_M), N) in fp32.
 
-    With PREACT_FIRST there is a program for every tile, and it reads the tile's preact before the products: where all
+    With READ_FIRST there is a program for every tile, and it reads the tile's preact before the products: where all
     programs run at once, nothing else hides that read. Else preact is a descriptor like the others.
     """
     follow(PDL)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    if PREACT_FIRST:
+    if READ_FIRST:
         pid_m, pid_n = tile_position(tl.program_id(0), num_m, num_n, GROUP_M)
         _dgelu_tile(
             dy, weight, preact, dpreact, second, partial_ptr, stride_dy, stride_w, pid_m, pid_n, M, N, K, APPROXIMATE,

@@ -21,7 +21,8 @@ def forward(problem: Problem, config: GemmConfig, strides: tuple[int, int], flag
     if config.kernel == "hopper":
         kernel = _gemm_hopper()._hopper_linear_gelu_fwd_kernel
         return _hopper(kernel, arguments, problem, config, flags, b_is_nk)
-    return _plain(gemm._linear_gelu_fwd_kernel, arguments, problem, config, strides, flags, b_is_nk)
+    last = (config.READ_FIRST,)
+    return _plain(gemm._linear_gelu_fwd_kernel, arguments, problem, config, strides, flags, b_is_nk, last)
 
 
 def backward(problem: Problem, config: GemmConfig, strides: tuple[int, int], flags: tuple, b_is_nk: bool) -> Launch:
@@ -34,9 +35,9 @@ def backward(problem: Problem, config: GemmConfig, strides: tuple[int, int], fla
     arguments = ((0, a), (1, b), (2, c), (3, c), (4, c), (5, None))
     if config.kernel == "hopper":
         return _hopper(_gemm_hopper()._hopper_dgelu_kernel, arguments, problem, config, flags, b_is_nk)
-    if config.PREACT_FIRST:
+    if config.READ_FIRST:
         arguments = tuple((place, None if place == 2 else block) for place, block in arguments)
-    last = (config.PREACT_FIRST,)
+    last = (config.READ_FIRST,)
     return _plain(gemm._dgelu_kernel, arguments, problem, config, strides, flags, b_is_nk, last)
 
 
@@ -87,7 +88,7 @@ def _blocks(config: GemmConfig, b_is_nk: bool) -> tuple[Block, Block, Block]:
 
 def _programs(problem: Problem, config: GemmConfig) -> int:
     tiles = config.tiles(problem)
-    return tiles if config.PREACT_FIRST else min(tiles, configs.multiprocessors(problem.device))
+    return tiles if config.READ_FIRST else min(tiles, configs.multiprocessors(problem.device))
 
 
 def _hopper(kernel, arguments, problem: Problem, config: GemmConfig, flags: tuple, b_is_nk: bool) -> Launch:

@@ -37,7 +37,7 @@ def configurations(x, backward):
     found = configs.candidates(Problem(128, 128, 64, x.dtype, "ieee", ON_GPU, backward, "", device))
     # Any card can run the kernel that reads the preact first.
     step = 16 if x.dtype == torch.float32 else 64
-    early = GemmConfig("plain", 64, 64, step, 8, 2, 4, PREACT_FIRST=True)
+    early = GemmConfig("plain", 64, 64, step, 8, 2, 4, READ_FIRST=True)
     return {found[0], found[-1], *([early] if backward else [])}
 
 
@@ -290,7 +290,7 @@ def test_backward_in_one_wave_reads_the_preact_first(card, monkeypatch):
     """Where all tiles are computed at once, on Hopper: two programs of 64 x 128 on each of 132 multiprocessors."""
     monkeypatch.setattr(configs, "TRITON", configs.HOPPER_TRITON[0])
     card(*H200)
-    alone, in_pairs = (GemmConfig("plain", 64, 128, 64, 8, stages, 8, PREACT_FIRST=True) for stages in (6, 4))
+    alone, in_pairs = (GemmConfig("plain", 64, 128, 64, 8, stages, 8, READ_FIRST=True) for stages in (6, 4))
     for M, N, config in (
         (1024, 1024, alone),
         (64 * 132, 128, alone),
@@ -300,17 +300,17 @@ def test_backward_in_one_wave_reads_the_preact_first(card, monkeypatch):
         assert configs.by_rule(problem(M, N, 2048, backward=True)) == config, (M, N)
     for M, N in ((64 * 133, 256), (4096, 4096)):
         assert configs.by_rule(problem(M, N, 2048, backward=True)).kernel == "hopper", (M, N)
-        assert not any(c.PREACT_FIRST for c in configs.candidates(problem(M, N, 2048, backward=True)))
-    narrow = GemmConfig("plain", 64, 32, 128, 8, 4, 4, PREACT_FIRST=True)
+        assert not any(c.READ_FIRST for c in configs.candidates(problem(M, N, 2048, backward=True)))
+    narrow = GemmConfig("plain", 64, 32, 128, 8, 4, 4, READ_FIRST=True)
     for M, N, K in ((1024, 512, 512), (512, 1024, 512), (256, 256, 2048)):
         assert configs.by_rule(problem(M, N, K, backward=True)) == narrow, (M, N, K)
     assert configs.by_rule(problem(1024, 512, 64, backward=True)) == GemmConfig("plain", 64, 64, 64, 8, 4, 4)
-    both = [c for c in configs.candidates(problem(1024, 2048, 2048, backward=True)) if c.PREACT_FIRST]
+    both = [c for c in configs.candidates(problem(1024, 2048, 2048, backward=True)) if c.READ_FIRST]
     assert [c.BLOCK_M for c in both] == [64, 128]
     for changes in ({"use_tma": False}, {"dtype": torch.float32}, {"backward": False}):
-        assert not any(c.PREACT_FIRST for c in configs.candidates(problem(1024, 2048, **{"backward": True, **changes})))
+        assert not any(c.READ_FIRST for c in configs.candidates(problem(1024, 2048, **{"backward": True, **changes})))
     card(*A100)
-    assert not any(c.PREACT_FIRST for c in configs.candidates(problem(1024, 2048, use_tma=False, backward=True)))
+    assert not any(c.READ_FIRST for c in configs.candidates(problem(1024, 2048, use_tma=False, backward=True)))
 
 
 @in_interpreter
@@ -322,7 +322,7 @@ def test_a_program_for_every_tile_reads_the_preact_first(monkeypatch):
     monkeypatch.setattr(gemm_launch, "backward", lambda *args: launches.append(launch(*args)) or launches[-1])
     dy, weight, preact = normal(130, 8), normal(8, 130), normal(130, 130)
     for early, programs in ((True, 9), (False, min(9, configs.multiprocessors(0 if ON_GPU else -1)))):
-        with choice.using(GemmConfig("plain", 64, 64, 16, 8, 2, 4, PREACT_FIRST=early)):
+        with choice.using(GemmConfig("plain", 64, 64, 16, 8, 2, 4, READ_FIRST=early)):
             dgelu_gemm(dy, weight, preact, "none", False, False)
         assert launches[-1]._grid == (programs, 1, 1)
 

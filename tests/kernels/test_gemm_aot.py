@@ -43,11 +43,11 @@ def plain_kernel(
         kernel, left = gemm._linear_gelu_fwd_kernel, "x"
     strides = {f"stride_{left}": "i32", "stride_w": "i32"}
     types = {left: matrix(a), "weight": matrix(b), **{name: matrix(result) for name in names}}
-    if config.PREACT_FIRST:
+    if config.READ_FIRST and backward:
         types["preact"] = f"*{element}"
     types |= {vector: "*fp32" if backward else f"*{element}", **strides, **SIZES}
     constants = {"APPROXIMATE": approximate, "PRECISION": precision, "B_IS_NK": not backward, "USE_TMA": use_tma}
-    fields = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", *(["PREACT_FIRST"] if backward else []))
+    fields = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "READ_FIRST")
     constants |= {name: getattr(config, name) for name in fields}
     pointers = [name for name, kind in types.items() if kind.startswith("*")]
     return compile_kernel(
