@@ -29,8 +29,9 @@ class Ranges:
         self._undo: list[Callable[[], None]] = []
 
     def install(self, task: Any, loader: Any) -> None:
-        """Marks what `task` (its `range` and `model`) does, and the waits for `loader` (its `on_fetch`)."""
-        outside, asked = task.range, loader.on_fetch
+        """Marks what `task` (its `range` and `model`) does, and the waits for a batch, from the `on_fetch` of `loader` to
+        the `on_batch` of `task`."""
+        outside, asked, received = task.range, loader.on_fetch, task.on_batch
         task.range = self._marker
         self._undo.append(lambda: setattr(task, "range", outside))
 
@@ -39,8 +40,14 @@ class Ranges:
             self.begin(DATA)
             asked()
 
-        loader.on_fetch = ask
+        def receive() -> None:
+            self.begin(STEP)
+            self.end(DATA)
+            received()
+
+        loader.on_fetch, task.on_batch = ask, receive
         self._undo.append(lambda: setattr(loader, "on_fetch", asked))
+        self._undo.append(lambda: setattr(task, "on_batch", received))
         for name, block in blocks(task.model):
             self._mark(f"{BLOCK}{name}", block)
 

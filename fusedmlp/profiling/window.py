@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, Trainer
 
 from fusedmlp.errors import UserError
 from fusedmlp.profiling.ranges import Marker, Ranges
-from fusedmlp.profiling.steps import DATA, STEP
+from fusedmlp.profiling.steps import STEP
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,6 @@ class Window(Callback):
 
     def on_train_start(self, trainer: Trainer, task: Any) -> None:
         self._advance(trainer, task)
-
-    def on_train_batch_start(self, trainer: Trainer, task: Any, *_: Any) -> None:
-        if self._ranges is not None and self._is_open:
-            self._ranges.begin(STEP)
-            self._ranges.end(DATA)
 
     def on_train_batch_end(self, trainer: Trainer, task: Any, *_: Any) -> None:
         if not task.step_done:

@@ -36,6 +36,9 @@ class Checkpoints(Callback):
         peers: the ranks, one of which may have got a signal to stop.
     """
 
+    state_key = "Checkpoints"  # type: ignore[assignment]  # Lightning's property, asked for before every hook
+    on_train_batch_start = None  # type: ignore[assignment]  # Lightning calls what is there
+
     def __init__(
         self,
         run_folder: Path,
@@ -63,7 +66,7 @@ class Checkpoints(Callback):
     def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
         if not task.step_done:
             return
-        step = trainer.global_step
+        step = task.steps
         if step == self.options.max_steps:
             # The last step is validated whatever its number: Lightning validates when it is asked to stop.
             trainer.should_stop = True
@@ -78,7 +81,7 @@ class Checkpoints(Callback):
         return every > 0 and (step % every == 0 or step == self.options.max_steps)
 
     def _step_end(self, trainer: Trainer, task: LanguageModelTask) -> None:
-        step, every = trainer.global_step, self.options.checkpoint_every
+        step, every = task.steps, self.options.checkpoint_every
         stopped = self.peers.stop_after(step)
         if stopped is not None or step == self.options.max_steps or (every > 0 and step % every == 0):
             self.monitor.clock.pause()

@@ -133,7 +133,7 @@ class BatchLoader:
     without workers it does without one, which costs as much as gathering a small batch does.
 
     Attributes:
-        on_fetch: called whenever the batch after the first is asked for, so that the wait for it can be timed.
+        on_fetch: called whenever a batch is asked for, so that the wait for it can be timed.
     """
 
     def __init__(self, batches: IterableDataset, num_workers: int, pin_memory: bool) -> None:
@@ -141,6 +141,7 @@ class BatchLoader:
         self.on_fetch: Callable[[], None] = _unobserved
 
     def __iter__(self) -> Iterator[Batch]:
+        self.on_fetch()
         for batch in self._loaded():
             yield batch
             self.on_fetch()

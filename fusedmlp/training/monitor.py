@@ -60,6 +60,9 @@ class Monitor(Callback):
         started: when the loop began, by `time.perf_counter`; None before.
     """
 
+    state_key = "Monitor"  # type: ignore[assignment]  # Lightning's property, asked for before every hook
+    on_train_batch_start = None  # type: ignore[assignment]  # Lightning calls what is there
+
     def __init__(self, options: TrainerOptions, sinks: Sequence[Sink], cost: Cost):
         self.options, self.sinks, self.cost = options, sinks, cost
         self.last: Row = {}
@@ -78,20 +81,17 @@ class Monitor(Callback):
         self._began = trainer.global_step
         if task.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(task.device)
-        # A wait begins when the loop asks for a batch, and ends when on_train_batch_start has it on the device.
+        # A wait begins when the step asks for a batch, and ends when it has it on the device.
         loader: Any = trainer.train_dataloader
-        loader.on_fetch = self.clock.ask
+        loader.on_fetch, task.on_batch = self.clock.ask, self.clock.receive
         task.capture.on_captured = self.clock.restart
         self.started = time.perf_counter()
         self.clock.resume()
 
-    def on_train_batch_start(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
-        self.clock.receive()
-
     def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
         if not task.step_done:
             return
-        step = trainer.global_step
+        step = task.steps
         self.clock.tick()
         if step == self.early_steps and self._began == self._samples == 0:
             self._early = task.train_metrics.read(go_on=True)

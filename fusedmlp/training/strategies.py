@@ -26,7 +26,22 @@ def make_strategy(name: str, device: torch.device, place: Place, timeout_s: floa
         return DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False, timeout=timeout)
     if name == "fsdp":
         return FSDP2Strategy(place.world_size, timeout)
-    return SingleDeviceStrategy(device)
+    return OneDevice(device)
+
+
+class OneDevice(SingleDeviceStrategy):
+    """One device, on which a step is one call."""
+
+    # A property of Lightning's, asked for four times a step.
+    handles_gradient_accumulation = False  # type: ignore[assignment]
+
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._step, self._context = self.lightning_module.training_step, self.precision_plugin.train_step_context
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._context():
+            return self._step(*args, **kwargs)
 
 
 class FSDP2Strategy(ModelParallelStrategy):

@@ -4,8 +4,8 @@ Optimization is Lightning's "manual" kind, because a step that is replayed from 
 optimizer call that Lightning could see.
 """
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from fusedmlp.profiling.ranges import Marker, no_range
 from fusedmlp.training.capture import StepCapture
 from fusedmlp.training.capture_choice import obstacle
 from fusedmlp.training.cuda_graph import CudaGraphs
+from fusedmlp.training.data import TextDataModule
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.step import Batch, TrainStep, next_token_loss, to_device
 from fusedmlp.training.strategies import FSDP2Strategy, shard, synchronized
+from fusedmlp.training.trainer import LocalTrainer
 
 # Hooks of Lightning's that only its own calls of backward and of the optimizer reach.
 _HOOKS_WITHIN_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -38,16 +40,36 @@ class _never_at_an_end:
             raise RuntimeError("StopIteration in the model: next() of something that is empty") from error
 
 
+_not_at_an_end = _never_at_an_end()
+
+
+def _unobserved() -> None:
+    pass
+
+
+# Hooks of Lightning's for a batch on its way to the device.
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def _leaves_transfer(data: Any) -> bool:
+    """Whether all that a data module does with a batch on its way to the device is to ask the task for it."""
+    return isinstance(data, TextDataModule) and all(
+        getattr(type(data), name) is getattr(TextDataModule, name) for name in _TRANSFER_HOOKS
+    )
+
+
 class LanguageModelTask(LightningModule):
     """Trains a model on next tokens.
 
     Args:
         say: told what the user should know, in a line.
     Attributes:
-        step_done: whether the last `training_step` ended an optimizer step (with accumulation not all do).
+        step_done: whether the last micro-step ended an optimizer step (with accumulation not all do).
         samples, tokens: trained on so far in this process; tokens are those that the loss was taken over.
+        steps: optimizer steps so far, also those before a resume: trainer.global_step, at hand.
         learning_rate: of the last optimizer step.
         train_metrics, val_metrics: scalars since they were last read.
+        on_batch: called when the batch of a micro-step is on the device.
         range: names the parts of a step for whoever sets it, at any time; see `TrainStep`.
     """
 
@@ -56,15 +78,20 @@ class LanguageModelTask(LightningModule):
     train_metrics: DeviceMetrics
     val_metrics: DeviceMetrics
 
+    # Lightning's property, which it asks for seven times a step.
+    automatic_optimization = False  # type: ignore[assignment]
+    # No such hooks: Lightning would prepare and call its own empty ones.
+    on_train_batch_start = on_train_batch_end = None  # type: ignore[assignment]
+
     def __init__(self, model: nn.Module, options: TrainerOptions, say: Callable[[str], None] = print):
         super().__init__()
-        self.automatic_optimization = False
         self.model = model
         self.options = options
         self.say = say
         self.step_done = True
-        self.samples = self.tokens = 0
+        self.samples = self.tokens = self.steps = 0
         self.learning_rate = 0.0
+        self.on_batch: Callable[[], None] = _unobserved
         self._range: Marker = no_range
         self._micro = 0
 
@@ -101,6 +128,9 @@ class LanguageModelTask(LightningModule):
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
         for group, chosen in zip(optimizer.param_groups, self._chosen, strict=True):
             group.update(chosen)
+        self.steps = self.trainer.global_step
+        if isinstance(self.trainer, LocalTrainer):
+            self.trainer.settle()
 
     def on_fit_start(self) -> None:
         world_size = getattr(self.trainer.strategy, "world_size", 1)
@@ -119,6 +149,8 @@ class LanguageModelTask(LightningModule):
         against = obstacle(self.device, optimizer, self.options.strategy)
         graphs = CudaGraphs(self.device) if requested is not False and against is None else None
         self.capture = StepCapture(self.step, requested, graphs, against, self.say)
+        direct = _leaves_transfer(self.trainer.datamodule)  # type: ignore[attr-defined]
+        self._transfer = partial(self.capture.transfer, device=self.device) if direct else self._transfer_by_hooks
         # Looked up once: Lightning finds it through several properties.
         self._optimizer_steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
 
@@ -143,29 +175,45 @@ class LanguageModelTask(LightningModule):
             return self.capture.transfer(batch, device)
         return to_device(batch, device)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """One micro-step; the last of an optimizer step updates the parameters."""
-        last = self._micro == self.options.accumulate - 1
-        if self._micro == 0:
-            self.learning_rate = learning_rate(self.trainer.global_step, self.options)
-            self.step.set_learning_rate(self.learning_rate)
-        with _never_at_an_end():
-            samples, positions = self.capture.run(batch, self._micro)
+    def _transfer_by_hooks(self, batch: Any) -> Batch:
+        """As Lightning itself would."""
+        trainer: Any = self.trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        return trainer.strategy.batch_to_device(trainer.datamodule.on_before_batch_transfer(batch, 0))
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> None:
+        """One micro-step on the next batch.
+
+        It fetches the batch itself: Lightning would look before each whose hooks it has to call, and what arguments
+        this function takes.
+        """
+        batch, _, _ = next(dataloader_iter)
+        batch = self._transfer(batch)
+        self.on_batch()
+        self.micro_step(batch)
+
+    def micro_step(self, batch: Batch) -> None:
+        """Trains on a batch that is on the device; the last micro-step of an optimizer step updates the parameters."""
+        micro, last = self._micro, self._micro == self.options.accumulate - 1
+        # nn.Module looks at each value that is assigned whether it is a parameter, buffer or module.
+        state = self.__dict__
+        if micro == 0:
+            state["learning_rate"] = rate = learning_rate(self.steps, self.options)
+            self.step.set_learning_rate(rate)
+        with _not_at_an_end:
+            samples, positions = self.capture.run(batch, micro)
         if last and self.step.plain:
             # What Lightning's own call of the optimizer would count: trainer.global_step.
             self._optimizer_steps.increment_ready()
             self._optimizer_steps.increment_completed()
-        self.samples += samples
-        self.tokens += samples * positions
-        self._micro = 0 if last else self._micro + 1
-        self.step_done = last
-
-    # Lightning asks for it before each step, and would have it worked out anew.
-    training_step.__signature__ = inspect.signature(training_step)  # type: ignore[attr-defined]
+        state["samples"] += samples
+        state["tokens"] += samples * positions
+        state["steps"] += last
+        state["_micro"], state["step_done"] = (0, True) if last else (micro + 1, False)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch
-        with _never_at_an_end():
+        with _not_at_an_end:
             self.val_metrics.add("val/loss", next_token_loss(self.model(inputs), targets), weight=len(inputs))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

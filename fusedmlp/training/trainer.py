@@ -1,6 +1,7 @@
 """The Lightning Trainer with everything off that costs host time per step or reads a value from the GPU."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,12 +11,16 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import RunningStage
 
 from fusedmlp import impls
 from fusedmlp.errors import UserError
 from fusedmlp.training.options import TrainerOptions, choose, require
 from fusedmlp.training.place import Place
+from fusedmlp.training.precision import make_precision
 from fusedmlp.training.strategies import Ranks, make_strategy
+
+_TRAINING = RunningStage.TRAINING
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -42,7 +47,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class NoProfiler(PassThroughProfiler):
-    """Lightning's default, without the generator that it makes 40 times a step."""
+    """Lightning's default, without the generator that it makes for every hook of every callback and module."""
 
     _nothing: AbstractContextManager[None] = nullcontext()
 
@@ -50,16 +55,55 @@ class NoProfiler(PassThroughProfiler):
         return self._nothing
 
 
-class LocalTrainer(Trainer):
-    """A Trainer that knows of one device.
+class _UntilSettled:
+    """A property of Lightning's Trainer that an attribute of an instance takes the place of, where it has one."""
 
-    Where it knew of more, Lightning's loop (2.6.6) would broadcast in every step whether a SIGTERM has come, and wait
-    for the GPU to read the answer. Ranks agree on when to stop in `peers.py`; the strategy knows how many there are.
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._property = getattr(Trainer, name)
+
+    def __get__(self, trainer: Trainer | None, owner: type | None = None) -> Any:
+        return self if trainer is None else self._property.__get__(trainer, owner)
+
+
+class LocalTrainer(Trainer):
+    """A Trainer that knows of one device, and from `settle` on without looking what no step changes.
+
+    Where it knew of more devices, Lightning's loop (2.6.6) would broadcast in every step whether a SIGTERM has come, and
+    wait for the GPU to read the answer. Ranks agree on when to stop in `peers.py`; the strategy knows how many there are.
     """
+
+    # Lightning asks for these up to forty times a step, each time through several objects.
+    strategy, lightning_module, precision_plugin = _UntilSettled(), _UntilSettled(), _UntilSettled()
+    num_training_batches, enable_validation = _UntilSettled(), _UntilSettled()
+    lr_scheduler_configs = _UntilSettled()
+
+    def settle(self) -> None:
+        """Once training has begun: nothing of this changes until `fit` returns."""
+        settled = [name for name, value in vars(LocalTrainer).items() if isinstance(value, _UntilSettled)]
+        self.__dict__.update({name: getattr(self, name) for name in settled})
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        # That a step fetches its batch itself is an offer of Lightning's that it may change, which is why its version
+        # is bounded.
+        warnings.filterwarnings("ignore", ".*`dataloader_iter`")
+        try:
+            super().fit(*args, **kwargs)
+        finally:
+            for name in [name for name in vars(self) if isinstance(vars(LocalTrainer).get(name), _UntilSettled)]:
+                del self.__dict__[name]
 
     @property
     def world_size(self) -> int:
         return 1
+
+    @property
+    def training(self) -> bool:
+        # Lightning compares the values of the two in lower case.
+        return self.state.stage is _TRAINING
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        Trainer.training.fset(self, value)  # type: ignore[attr-defined]
 
 
 def choose_device(accelerator: str, place: Place | None = None) -> torch.device:
@@ -108,7 +152,6 @@ def make_trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
         devices=[device.index] if device.type == "cuda" else 1,
         strategy=make_strategy(options.strategy, device, place, options.rank_timeout),
-        precision=choose_precision(options.precision, device),  # type: ignore[arg-type]
         max_steps=options.max_steps,
         max_epochs=-1,
         # In micro-batches; validation after the last step is asked for by the Checkpoints callback.
@@ -117,6 +160,7 @@ def make_trainer(
         limit_val_batches=1.0 if options.val_every else 0,
         num_sanity_val_steps=0,
         logger=False,
+        log_every_n_steps=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -125,6 +169,6 @@ def make_trainer(
         profiler=NoProfiler(),
         default_root_dir=folder,
         # Also inside a Slurm job: Lightning's Slurm support would requeue it and resume by itself.
-        plugins=[Ranks(place), AtomicCheckpointIO()],
+        plugins=[Ranks(place), AtomicCheckpointIO(), make_precision(choose_precision(options.precision, device), device)],
         callbacks=callbacks,
     )

@@ -52,7 +52,7 @@ class Model(nn.Module):
 @pytest.fixture
 def installed():
     log, model, loader = Log(), Model(), SimpleNamespace(on_fetch=lambda: None)
-    task = SimpleNamespace(range=no_range, model=model)
+    task = SimpleNamespace(range=no_range, model=model, on_batch=lambda: None)
     ranges = Ranges(log)
     ranges.install(task, loader)
     return SimpleNamespace(log=log.lines, model=model, loader=loader, task=task, ranges=ranges)

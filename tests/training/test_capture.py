@@ -288,14 +288,14 @@ def test_ranges(tmp_path, graphs, monkeypatch, cuda_graph):
         seen.append(name)
         yield
 
-    training_step = task.LanguageModelTask.training_step
+    micro_step = task.LanguageModelTask.micro_step
 
-    def from_step_2_on(self, batch, batch_idx):
+    def from_step_2_on(self, batch):
         if self.trainer.global_step == 2:
             self.range = named
-        training_step(self, batch, batch_idx)
+        micro_step(self, batch)
 
-    monkeypatch.setattr(task.LanguageModelTask, "training_step", from_step_2_on)
+    monkeypatch.setattr(task.LanguageModelTask, "micro_step", from_step_2_on)
     train(tmp_path / "run", "trainer.max_steps=5", f"trainer.cuda_graph={cuda_graph}", "trainer.accumulate=2")
     eager = ["forward", "backward", "forward", "backward", "optimizer"]
     played = ["replay", "forward", "backward", "replay", "forward", "backward", "optimizer"]

@@ -24,18 +24,18 @@ pytestmark = fits
 @pytest.fixture
 def interrupt(monkeypatch):
     """Sends a signal to this process in the middle of one micro-batch, counted from 1."""
-    step = LanguageModelTask.training_step
+    step = LanguageModelTask.micro_step
 
     def at(micro_batch: int, signum: int = signal.SIGINT) -> None:
         calls = [0]
 
-        def interrupted(self, batch, batch_idx):
+        def interrupted(self, batch):
             calls[0] += 1
             if calls[0] == micro_batch:
                 signal.raise_signal(signum)
-            step(self, batch, batch_idx)
+            step(self, batch)
 
-        monkeypatch.setattr(LanguageModelTask, "training_step", interrupted)
+        monkeypatch.setattr(LanguageModelTask, "micro_step", interrupted)
 
     return at
 
@@ -99,17 +99,17 @@ def test_a_periodic_checkpoint_resumes_as_well(tmp_path):
 
 
 def test_a_signal_to_all_processes_leaves_the_workers_that_the_step_needs(tmp_path, monkeypatch):
-    step = LanguageModelTask.training_step
+    step = LanguageModelTask.micro_step
 
-    def signalled(self, batch, batch_idx):
-        if batch_idx == 1:
+    def signalled(self, batch):
+        if self._micro == 1:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
                 for worker in multiprocessing.active_children():
                     os.kill(worker.pid, number)
             signal.raise_signal(signal.SIGINT)
-        step(self, batch, batch_idx)
+        step(self, batch)
 
-    monkeypatch.setattr(LanguageModelTask, "training_step", signalled)
+    monkeypatch.setattr(LanguageModelTask, "micro_step", signalled)
     settings = ("data.num_workers=1", "trainer.accumulate=20", "trainer.max_steps=100")
     assert train(tmp_path / "run", *settings).status == "interrupted"
     assert state(tmp_path / "run")["TextDataModule"]["consumed"] == 20
@@ -122,7 +122,7 @@ def test_a_second_signal_stops_at_once(tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the second one does not come back")
 
-    monkeypatch.setattr(LanguageModelTask, "training_step", twice)
+    monkeypatch.setattr(LanguageModelTask, "micro_step", twice)
     before = signal.getsignal(signal.SIGINT)
     ending = train(tmp_path / "run")
     assert (ending.status, ending.exit_code) == ("interrupted", 130)
@@ -248,15 +248,15 @@ def test_the_weights_have_the_same_names_and_shapes_in_every_impl(model):
 
 
 def test_random_numbers_drawn_in_the_loop_go_on_too(tmp_path, monkeypatch):
-    step, drawn = LanguageModelTask.training_step, []
+    step, drawn = LanguageModelTask.micro_step, []
 
-    def drawing(self, batch, batch_idx):
+    def drawing(self, batch):
         if len(drawn) == stop_at:
             signal.raise_signal(signal.SIGINT)
         drawn.append(torch.rand(1).item())
-        step(self, batch, batch_idx)
+        step(self, batch)
 
-    monkeypatch.setattr(LanguageModelTask, "training_step", drawing)
+    monkeypatch.setattr(LanguageModelTask, "micro_step", drawing)
     stop_at = None
     train(tmp_path / "whole")
     whole, drawn[:] = drawn[:], []

@@ -212,7 +212,7 @@ def test_out_of_memory_has_its_reason_and_a_hint(tmp_path, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(task.LanguageModelTask, "training_step", fail)
+    monkeypatch.setattr(task.LanguageModelTask, "micro_step", fail)
     ending = train(tmp_path / "run")
     assert (ending.status, ending.exit_code) == ("failed", 1)
     found = result(tmp_path / "run")
@@ -222,14 +222,14 @@ def test_out_of_memory_has_its_reason_and_a_hint(tmp_path, monkeypatch, error):
 
 
 def test_a_bug_keeps_its_traceback_in_the_log_and_the_checkpoint_before_it(tmp_path, monkeypatch):
-    training_step = task.LanguageModelTask.training_step
+    micro_step = task.LanguageModelTask.micro_step
 
-    def fail(self, batch, batch_idx):
+    def fail(self, batch):
         if self.trainer.global_step == 5:
             raise IndexError("nobody thought of this")
-        training_step(self, batch, batch_idx)
+        micro_step(self, batch)
 
-    monkeypatch.setattr(task.LanguageModelTask, "training_step", fail)
+    monkeypatch.setattr(task.LanguageModelTask, "micro_step", fail)
     ending = train(tmp_path / "run", "trainer.checkpoint_every=2")
     assert (ending.status, ending.reason) == ("failed", "IndexError: nobody thought of this")
     found = result(tmp_path / "run")

@@ -51,7 +51,7 @@ def now(monkeypatch):
     hour = lambda *_: 3.6e6  # noqa: E731 - a duration like the others
     monkeypatch.setattr(HostEvent, "record", lambda self: setattr(self, "_time", now[0] / 1e3))
     takes(data_windows, "gather", lambda tokens, starts, seq_len: FETCH_MS * len(starts))
-    takes(LanguageModelTask, "training_step", lambda self, batch, index: TRAIN_MS * len(batch[0]))
+    takes(LanguageModelTask, "micro_step", lambda self, batch: TRAIN_MS * len(batch[0]))
     takes(LanguageModelTask, "validation_step", hour)
     takes(Checkpoints, "on_save_checkpoint", hour)
     takes(Checkpoints, "on_load_checkpoint", hour)
@@ -111,13 +111,13 @@ def test_a_second_fit_in_the_process(tmp_path, now):
 
 def test_seconds_apart(tmp_path, now, monkeypatch):
     """The first step compiles for 5 s."""
-    step = LanguageModelTask.training_step
+    step = LanguageModelTask.micro_step
 
-    def compiling(self, batch, index):
-        step(self, batch, index)
+    def compiling(self, batch):
+        step(self, batch)
         now[0] += 5000.0 if self.trainer.global_step == 1 else 0.0
 
-    monkeypatch.setattr(LanguageModelTask, "training_step", compiling)
+    monkeypatch.setattr(LanguageModelTask, "micro_step", compiling)
     train(tmp_path / "run", "trainer.max_steps=11")
     assert_steady(tmp_path / "run", first_step=2)
     seconds = result(tmp_path / "run")["seconds"]
