@@ -29,8 +29,8 @@ class Ranges:
         self._undo: list[Callable[[], None]] = []
 
     def install(self, task: Any, loader: Any) -> None:
-        """Marks what `task` (its `range` and `model`) does, and the waits for a batch, from the `on_fetch` of `loader` to
-        the `on_batch` of `task`."""
+        """Marks what `task` (its `range` and `model`) does, and the waits for batches, from the `on_fetch` of `loader`
+        to the `on_batch` of `task`."""
         outside, asked, received = task.range, loader.on_fetch, task.on_batch
         task.range = self._marker
         self._undo.append(lambda: setattr(task, "range", outside))

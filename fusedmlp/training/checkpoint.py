@@ -36,7 +36,7 @@ class Checkpoints(Callback):
         peers: the ranks, one of which may have got a signal to stop.
     """
 
-    state_key = "Checkpoints"  # type: ignore[assignment]  # Lightning's property, asked for before every hook
+    state_key = "Checkpoints"  # Lightning's property, asked for before every hook
     on_train_batch_start = None  # type: ignore[assignment]  # Lightning calls what is there
 
     def __init__(

@@ -92,11 +92,16 @@ def validation_starts(num_tokens: int, seq_len: int, batch_size: int, max_batche
     return starts.reshape(batches, size)
 
 
-def gather(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> Batch:
-    """Inputs and targets, each (B, T) int64, of the windows of (N,) uint8 tokens that begin at `starts`, (B,)."""
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[starts]  # (B, T + 1)
+def all_windows(tokens: np.ndarray, seq_len: int) -> np.ndarray:
+    """The windows of (N,) tokens that begin at each of them, (N - T, T + 1), without a copy."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)
+
+
+def gather(windows: np.ndarray, starts: np.ndarray) -> Batch:
+    """Inputs and targets, each (B, T) int64, of the windows of uint8 tokens that begin at `starts`, (B,)."""
+    chosen = windows[starts]  # (B, T + 1)
     # Converted by NumPy: torch would wake its thread pool for a few microseconds of work.
-    return torch.from_numpy(windows[:, :-1].astype(np.int64)), torch.from_numpy(windows[:, 1:].astype(np.int64))
+    return torch.from_numpy(chosen[:, :-1].astype(np.int64)), torch.from_numpy(chosen[:, 1:].astype(np.int64))
 
 
 class TrainBatches(IterableDataset):
@@ -109,9 +114,9 @@ class TrainBatches(IterableDataset):
         # A DataLoader takes one batch from each worker in turn.
         worker = get_worker_info()
         first, step = (self.first + worker.id, worker.num_workers) if worker else (self.first, 1)
-        tokens = self.corpus.train_tokens()
+        windows = all_windows(self.corpus.train_tokens(), self.order.seq_len)
         for index in itertools.count(first, step):
-            yield gather(tokens, self.order.starts(index), self.order.seq_len)
+            yield gather(windows, self.order.starts(index))
 
 
 class ValBatches(IterableDataset):
@@ -121,9 +126,9 @@ class ValBatches(IterableDataset):
         self.corpus, self.starts, self.seq_len = corpus, starts, seq_len
 
     def __iter__(self) -> Iterator[Batch]:
-        tokens = self.corpus.val_tokens()
+        windows = all_windows(self.corpus.val_tokens(), self.seq_len)
         for starts in self.starts:
-            yield gather(tokens, starts, self.seq_len)
+            yield gather(windows, starts)
 
 
 class BatchLoader:

@@ -57,11 +57,27 @@ class DeviceMetrics:
         self._sums = torch.zeros(len(names), dtype=torch.float32, device=device)
         self._cells = {name: self._sums[i] for i, name in enumerate(names)}
         self._weights = dict.fromkeys(names, 0.0)
+        self._held: dict[str, tuple[Tensor, float]] = {}
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Adds `weight * value` to the sum of `name`, on the device."""
-        self._cells[name].add_(value.detach(), alpha=weight)
-        self.count(name, weight)
+        """Adds `weight * value` to the sum of `name`, on the device.
+
+        It waits for the other names, because each operation costs the host time, and at most for the next reading.
+        """
+        if name in self._held:
+            self._add_held()
+        self._held[name] = value.detach() if value.requires_grad else value, weight
+        self._weights[name] += weight
+        if len(self._held) == len(self._cells):
+            self._add_held()
+
+    def _add_held(self) -> None:
+        held, self._held = self._held, {}
+        if len(held) > 1 and {(value.dtype, weight) for value, weight in held.values()} == {(torch.float32, 1.0)}:
+            torch._foreach_add_([self._cells[name] for name in held], [value for value, _ in held.values()])
+            return
+        for name, (value, weight) in held.items():
+            self._cells[name].add_(value, alpha=weight)
 
     def count(self, name: str, weight: float = 1.0) -> None:
         """Notes on the host that `weight * value` was added on the device, by a graph that was replayed."""
@@ -70,14 +86,17 @@ class DeviceMetrics:
     @contextmanager
     def not_counted(self) -> Iterator[None]:
         """While a graph is recorded: what is added inside is not added yet, and counts when the graph is replayed."""
-        weights = dict(self._weights)
+        weights, held, self._held = dict(self._weights), self._held, {}
         try:
             yield
+            # As part of the graph.
+            self._add_held()
         finally:
-            self._weights = weights
+            self._weights, self._held = weights, held
 
     def read(self, go_on: bool = False) -> Reading:
         """Starts the copy of all sums to the host and begins a new interval, or goes on with this one."""
+        self._add_held()
         weights = dict(self._weights)
         sums, work, event = self._sums, None, None
         if self._world_size > 1:

@@ -60,7 +60,7 @@ class Monitor(Callback):
         started: when the loop began, by `time.perf_counter`; None before.
     """
 
-    state_key = "Monitor"  # type: ignore[assignment]  # Lightning's property, asked for before every hook
+    state_key = "Monitor"  # Lightning's property, asked for before every hook
     on_train_batch_start = None  # type: ignore[assignment]  # Lightning calls what is there
 
     def __init__(self, options: TrainerOptions, sinks: Sequence[Sink], cost: Cost):
@@ -169,7 +169,7 @@ class Monitor(Callback):
         """Speed in the interval: rates from all its steps, what is not known left out."""
         durations = Durations.of(pending.steps)
         self._durations.extend(durations)
-        self._unprofiled.extend(Durations.of([step for step in pending.steps if not step.profiled]))
+        self._unprofiled.extend(durations.where([not step.profiled for step in pending.steps]))
         steps, seconds = len(pending.steps), sum(durations.step_ms) / 1e3
         self._per_step = (pending.samples // steps, pending.tokens // steps)
         samples_per_s = pending.samples / seconds

@@ -1,11 +1,10 @@
-"""Lightning's precision plugins with a training step's context made once, where Lightning makes two generators a step."""
+"""Lightning's precision plugins with the context of a training step made once: Lightning makes two for every step."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from torch import Tensor
 
 
 def make_precision(name: str, device: torch.device) -> Precision:
@@ -46,12 +45,6 @@ class TrueBF16(HalfPrecision):
 
     def train_step_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]
         return self._context
-
-    def convert_input(self, data: Any) -> Any:
-        # Tokens stay what they are; Lightning looks into every batch for collections within collections.
-        if type(data) is tuple and all([isinstance(part, Tensor) and not part.is_floating_point() for part in data]):
-            return data
-        return super().convert_input(data)
 
 
 class _DefaultDtype:

@@ -33,7 +33,7 @@ class OneDevice(SingleDeviceStrategy):
     """One device, on which a step is one call."""
 
     # A property of Lightning's, asked for four times a step.
-    handles_gradient_accumulation = False  # type: ignore[assignment]
+    handles_gradient_accumulation = False
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None

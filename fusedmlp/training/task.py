@@ -79,7 +79,7 @@ class LanguageModelTask(LightningModule):
     val_metrics: DeviceMetrics
 
     # Lightning's property, which it asks for seven times a step.
-    automatic_optimization = False  # type: ignore[assignment]
+    automatic_optimization = False
     # No such hooks: Lightning would prepare and call its own empty ones.
     on_train_batch_start = on_train_batch_end = None  # type: ignore[assignment]
 

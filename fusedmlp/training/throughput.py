@@ -5,7 +5,10 @@ The marks are set while the steps run and read when the metrics are, so that nob
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,7 @@ MAX_WARMUP_STEPS = 10
 
 
 class HostEvent:
-    """A point in time by the host's clock, with the interface of `torch.cuda.Event`."""
+    """A point in time by the host's clock, with the interface of `torch.Event`."""
 
     __slots__ = ("_time",)
 
@@ -28,7 +31,7 @@ class HostEvent:
         return (end_event._time - self._time) * 1e3
 
 
-Span = tuple[Any, Any]  # begin and end, both CUDA events or both HostEvents
+Span = tuple[Any, Any]  # begin and end, both torch.Events or both HostEvents
 
 
 class Step(NamedTuple):
@@ -51,14 +54,17 @@ class StepClock:
 
     def __init__(self, device: torch.device):
         self.profiled = False
-        self._cuda = device.type == "cuda"
+        # torch.cuda.Event does the same through a dozen Python calls, which three times a step is too many.
+        self._event: Callable[[], Any] = HostEvent
+        if device.type == "cuda":
+            self._event = partial(torch.Event, device, enable_timing=True)
         self._last: Any = None
         self._asked: Any = None
         self._waits: list[Span] = []
         self._steps: list[Step] = []
 
     def _mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True) if self._cuda else HostEvent()
+        event = self._event()
         event.record()
         return event
 
@@ -106,10 +112,13 @@ class Durations:
 
     @classmethod
     def of(cls, steps: list[Step]) -> "Durations":
-        """Reads the marks. On a GPU they must have been passed, or CUDA raises RuntimeError."""
+        """Reads the marks. On a GPU they must have been passed, or PyTorch raises RuntimeError."""
         return cls(
             [_milliseconds(step.span) for step in steps], [sum(map(_milliseconds, step.waits)) for step in steps]
         )
+
+    def where(self, kept: list[bool]) -> "Durations":
+        return Durations(list(compress(self.step_ms, kept)), list(compress(self.wait_ms, kept)))
 
     def extend(self, others: "Durations") -> None:
         self.step_ms += others.step_ms

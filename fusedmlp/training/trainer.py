@@ -68,14 +68,14 @@ class _UntilSettled:
 class LocalTrainer(Trainer):
     """A Trainer that knows of one device, and from `settle` on without looking what no step changes.
 
-    Where it knew of more devices, Lightning's loop (2.6.6) would broadcast in every step whether a SIGTERM has come, and
-    wait for the GPU to read the answer. Ranks agree on when to stop in `peers.py`; the strategy knows how many there are.
+    Where it knew of more devices, Lightning's loop (2.6.6) would broadcast in every step whether a SIGTERM has come,
+    and wait for the GPU to read the answer. Ranks agree on when to stop in `peers.py`; the strategy knows how many
+    there are.
     """
 
     # Lightning asks for these up to forty times a step, each time through several objects.
-    strategy, lightning_module, precision_plugin = _UntilSettled(), _UntilSettled(), _UntilSettled()
+    strategy, lightning_module, lr_scheduler_configs = _UntilSettled(), _UntilSettled(), _UntilSettled()
     num_training_batches, enable_validation = _UntilSettled(), _UntilSettled()
-    lr_scheduler_configs = _UntilSettled()
 
     def settle(self) -> None:
         """Once training has begun: nothing of this changes until `fit` returns."""
@@ -169,6 +169,10 @@ def make_trainer(
         profiler=NoProfiler(),
         default_root_dir=folder,
         # Also inside a Slurm job: Lightning's Slurm support would requeue it and resume by itself.
-        plugins=[Ranks(place), AtomicCheckpointIO(), make_precision(choose_precision(options.precision, device), device)],
+        plugins=[
+            Ranks(place),
+            AtomicCheckpointIO(),
+            make_precision(choose_precision(options.precision, device), device),
+        ],
         callbacks=callbacks,
     )

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmlp.training.metrics import DeviceMetrics
 
@@ -62,6 +63,43 @@ def test_gradients_do_not_flow_into_metrics():
     reading = metrics.read()
     assert reading.means() == {"a": 2.0}
     assert not metrics._sums.requires_grad
+
+
+class Operations(TorchDispatchMode):
+    """Lists what is computed while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operations"), [(torch.float32, ["_foreach_add_"]), (torch.bfloat16, ["add_", "add_"])]
+)
+def test_what_a_step_adds_is_one_operation_where_the_dtypes_are_the_same(dtype, operations):
+    metrics = DeviceMetrics(("a", "b"), CPU)
+    one, two = torch.tensor(1.0), torch.tensor(2.0, dtype=dtype)
+    with Operations() as seen:
+        metrics.add("a", one)
+        metrics.add("b", two)
+    assert seen.names == operations
+    assert metrics.read().means() == {"a": 1.0, "b": 2.0}
+
+
+def test_a_value_is_added_within_the_recording_that_it_comes_in():
+    metrics = DeviceMetrics(("a", "b"), CPU)
+    before, value = torch.tensor(1.0), torch.tensor(10.0)
+    metrics.add("a", before)
+    with Operations() as recorded:
+        with metrics.not_counted():
+            metrics.add("a", value)
+    assert recorded.names == ["add_"], "one of the recording, and not what was added before"
+    metrics.count("a")
+    assert metrics.read().means() == {"a": 5.5}
 
 
 @pytest.mark.gpu

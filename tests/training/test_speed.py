@@ -50,7 +50,7 @@ def now(monkeypatch):
 
     hour = lambda *_: 3.6e6  # noqa: E731 - a duration like the others
     monkeypatch.setattr(HostEvent, "record", lambda self: setattr(self, "_time", now[0] / 1e3))
-    takes(data_windows, "gather", lambda tokens, starts, seq_len: FETCH_MS * len(starts))
+    takes(data_windows, "gather", lambda windows, starts: FETCH_MS * len(starts))
     takes(LanguageModelTask, "micro_step", lambda self, batch: TRAIN_MS * len(batch[0]))
     takes(LanguageModelTask, "validation_step", hour)
     takes(Checkpoints, "on_save_checkpoint", hour)

@@ -67,7 +67,8 @@ class FakeEvent:
     passed = 0
     events: tuple = ()
 
-    def __init__(self, enable_timing=False):
+    def __init__(self, device, enable_timing=False):
+        assert device.type == "cuda"
         assert enable_timing
 
     def record(self):
@@ -80,7 +81,7 @@ class FakeEvent:
 
 
 def test_on_a_gpu_the_marks_are_events_that_are_read_later(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "events", ())
     clock = StepClock(torch.device("cuda"))
     clock.resume()
