@@ -29,18 +29,9 @@ from fusedmlp.training.trainer import LocalTrainer
 _HOOKS_WITHIN_A_STEP = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
-class _never_at_an_end:
+def _not_the_end() -> RuntimeError:
     """Lightning takes a StopIteration in a step for the end of the data, and would begin the endless data for ever."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, StopIteration):
-            raise RuntimeError("StopIteration in the model: next() of something that is empty") from error
-
-
-_not_at_an_end = _never_at_an_end()
+    return RuntimeError("StopIteration in the model: next() of something that is empty")
 
 
 def _unobserved() -> None:
@@ -187,6 +178,8 @@ class LanguageModelTask(LightningModule):
         It fetches the batch itself: Lightning would look before each whose hooks it has to call, and what arguments
         this function takes.
         """
+        # In case there is none: Lightning calls the hooks for the end of a batch all the same.
+        self.__dict__["step_done"] = False
         batch, _, _ = next(dataloader_iter)
         batch = self._transfer(batch)
         self.on_batch()
@@ -200,8 +193,10 @@ class LanguageModelTask(LightningModule):
         if micro == 0:
             state["learning_rate"] = rate = learning_rate(self.steps, self.options)
             self.step.set_learning_rate(rate)
-        with _not_at_an_end:
+        try:
             samples, positions = self.capture.run(batch, micro)
+        except StopIteration as error:
+            raise _not_the_end() from error
         if last and self.step.plain:
             # What Lightning's own call of the optimizer would count: trainer.global_step.
             self._optimizer_steps.increment_ready()
@@ -213,8 +208,11 @@ class LanguageModelTask(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         inputs, targets = batch
-        with _not_at_an_end:
-            self.val_metrics.add("val/loss", next_token_loss(self.model(inputs), targets), weight=len(inputs))
+        try:
+            loss = next_token_loss(self.model(inputs), targets)
+        except StopIteration as error:
+            raise _not_the_end() from error
+        self.val_metrics.add("val/loss", loss, weight=len(inputs))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # The learning rate may live on the device: a checkpoint is the same with and without capture.

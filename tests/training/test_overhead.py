@@ -1,12 +1,13 @@
 """What Lightning does in a step of ours: how often it is called, and what was taken out of its way still holds."""
 
+import itertools
 import sys
 from collections import Counter
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from training.runs import curve, fits, result, train
+from training.runs import curve, fits, result, rows, train
 
 from fusedmlp.training.data import TextDataModule
 from fusedmlp.training.monitor import Monitor
@@ -124,6 +125,26 @@ def test_the_hooks_of_a_data_module_are_called_where_it_has_them(tmp_path, monke
     assert result(tmp_path / "hooked")["status"] == "completed"
     assert Hooked.seen == ("before", "after") * 3
     assert curve(tmp_path / "hooked") == curve(tmp_path / "plain")
+
+
+class Finite(TextDataModule):
+    """Has an end, which nobody can foresee."""
+
+    def train_dataloader(self):
+        return FourBatches(itertools.islice(super().train_dataloader(), 4))
+
+
+class FourBatches:
+    def __init__(self, batches):
+        self.batches = list(batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_data_that_end_begin_again(tmp_path):
+    train(tmp_path / "run", "trainer.max_steps=6", f"data._target_={__name__}.Finite")
+    assert [row["step"] for row in rows(tmp_path / "run")] == ["1", "2", "3", "4", "5", "6"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
