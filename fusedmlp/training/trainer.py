@@ -83,8 +83,7 @@ class LocalTrainer(Trainer):
         self.__dict__.update({name: getattr(self, name) for name in settled})
 
     def fit(self, *args: Any, **kwargs: Any) -> None:
-        # That a step fetches its batch itself is an offer of Lightning's that it may change, which is why its version
-        # is bounded.
+        # Lightning says that its offer to let a step fetch its batch may change; pyproject.toml bounds its version.
         warnings.filterwarnings("ignore", ".*`dataloader_iter`")
         try:
             super().fit(*args, **kwargs)
