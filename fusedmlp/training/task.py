@@ -170,7 +170,7 @@ class LanguageModelTask(LightningModule):
         """As Lightning itself would."""
         trainer: Any = self.trainer
         batch = trainer.precision_plugin.convert_input(batch)
-        return trainer.strategy.batch_to_device(trainer.datamodule.on_before_batch_transfer(batch, 0))
+        return trainer.strategy.batch_to_device((trainer.datamodule or self).on_before_batch_transfer(batch, 0))
 
     def training_step(self, dataloader_iter: Iterator[Any]) -> None:
         """One micro-step on the next batch.
