@@ -60,6 +60,12 @@ class KernelReport:
         """The machine code, disassembled."""
         return _on_cubin("nvdisasm", ["-c"], self.cubin)
 
+    def waits_for_each_product(self) -> bool:
+        """Whether the machine code (sm_90) lets no wgmma instruction run beside another: ptxas gives up so where other
+        instructions touch the accumulator in between, and says it in a remark (C7510 to C7519) that nobody sees."""
+        found = re.findall(r"\b(HGMMA)\b|WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", self.sass())
+        return "H0H0" in "".join("H" if product else waits[-1] for product, waits in found)
+
 
 def compile_kernel(
     kernel,

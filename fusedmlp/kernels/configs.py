@@ -106,10 +106,9 @@ class StackConfig:
 _FORWARD = {
     # Before "hopper", whose programs hide the epilogue of one tile behind the products of another: here there is none.
     "one wave, sm_90": [
-        GemmConfig("plain", 128, 128, 64, 8, 5, 8, READ_FIRST=True),
         GemmConfig("plain", 64, 128, 128, 8, 4, 8, READ_FIRST=True),
-        # All of K = 512 in flight at once.
-        GemmConfig("plain", 64, 64, 128, 8, 4, 4, READ_FIRST=True),
+        # All of K = 512 in flight at once, and two programs share a multiprocessor.
+        GemmConfig("plain", 64, 32, 128, 8, 4, 4, READ_FIRST=True),
     ],
     "hopper": [GemmConfig("hopper", 128, 128, 64, 8, 5, 4)],
     # Other cards have not the registers or the shared memory for it.

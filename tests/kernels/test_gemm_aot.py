@@ -76,10 +76,18 @@ def test_plain_kernel(sm, precision, backward):
         assert report.tensor_core[TENSOR_CORES[sm]] > 0, f"{config}: {dict(report.tensor_core)}"
         estimate = config.shared_bytes(itemsize, use_tma, backward)
         assert report.shared_bytes <= estimate <= SHARED_BYTES_PER_BLOCK[90 if use_tma else 80], config
+        assert not (sm == 90 and precision == "ieee" and report.waits_for_each_product()), config
         if use_tma:
             assert "cp.async.bulk.tensor" in report.ptx, f"{config}: matrices do not go through TMA"
         else:
             assert set(report.stores) - {4} == {16}, f"{config}: stores of {dict(report.stores)} bytes"
+
+
+def test_a_kernel_that_waits_for_each_product_is_noticed():
+    """`early` was tried as the forward kernel of 1024 x 2048 x 2048; Triton 3.6 and 3.8 both compile it like that."""
+    loop, early = (GemmConfig("plain", 128, 128, 64, 8, 5, 8, READ_FIRST=first) for first in (False, True))
+    assert plain_kernel(early, 90, False, "ieee", "none").waits_for_each_product()
+    assert not plain_kernel(loop, 90, False, "ieee", "none").waits_for_each_product()
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
