@@ -1,15 +1,17 @@
 """The training loop that one would write by hand, without Lightning: what `bench_loop.py` compares ours with.
 
-Same model, seed, data, optimizer, clipping and schedule; no metrics, no checkpoints, no clock but the events that time
-it. Captured, it is the usual recipe: one graph of the whole step, the batch copied in before each replay.
+Same model, seed, data, clipping and schedule, PyTorch's AdamW; no metrics, no checkpoints, no clock but the events that
+time it. Captured, it is the usual recipe: one graph of the whole step, the batch copied in before each replay.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
+from fusedmlp.training.adamw import TritonAdamW
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions, build
 from fusedmlp.training.step import next_token_loss
@@ -38,7 +40,7 @@ class BareLoop:
         seed_everything(config["seed"], verbose=False)
         self.model: nn.Module = build("model", config["model"]).to(device, torch.bfloat16)
         self.parameters = list(self.model.parameters())
-        self.optimizer = build_optimizer(self.model, self.options)
+        self.optimizer = build_optimizer(self.model, replace(self.options, adamw="native"))
         self.step_number = 0
         self.loss: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -119,12 +121,18 @@ def gemms_alone(dim: int, layers: int, rows: int, device: torch.device, repeats:
     return time_in_graph(products, device, repeats)
 
 
-def optimizer_alone(loop: BareLoop, repeats: int = 30) -> float:
-    """Milliseconds of clipping and AdamW in one graph, on the model of a captured loop: a limit."""
+def optimizer_alone(loop: BareLoop, adamw: str, repeats: int = 30) -> float:
+    """Milliseconds of clipping and AdamW, PyTorch's ("native") or ours ("triton"), in one graph: a limit.
+
+    On parameters like those of a captured loop.
+    """
     parameters = [torch.randn_like(parameter) for parameter in loop.parameters]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW(parameters, lr=torch.tensor(1e-4, device=loop.device), fused=True, capturable=True)
+    rate = torch.tensor(1e-4, device=loop.device)
+    if adamw == "triton":
+        return time_in_graph(TritonAdamW(parameters, lr=rate, max_grad_norm=1.0).step, loop.device, repeats)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, fused=True, capturable=True)
 
     def update() -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -92,24 +92,25 @@ class Bench:
 
 
 def overhead(bench: Bench) -> None:
-    """Ours against bare in turns of a few steps, eager and captured, for every dim.
+    """Ours against bare in turns of a few steps, eager and captured, for every dim, with PyTorch's AdamW and with what
+    trainer.adamw=auto picks; the bare loop has PyTorch's.
 
     A second bare loop takes turns too: its ratio to the first says what a ratio of two equal loops is worth.
     """
     rows: list[Row] = []
     bench.tables["overhead over a bare loop"] = rows
     steps = BLOCK * (bench.options.turns + 1)
-    for dim, loop in itertools.product(bench.options.dims, bench.options.loops):
+    for dim, loop, adamw in itertools.product(bench.options.dims, bench.options.loops, bench.options.adamw):
         captured = loop == "captured"
         others = [bench.bare(captured, "impl=native", f"dim={dim}") for _ in range(2)]
         words = ("impl=native", f"dim={dim}", f"trainer.max_steps={steps}", "trainer.log_every=10",
-                 f"trainer.cuda_graph={str(captured).lower()}")  # fmt: skip
+                 f"trainer.cuda_graph={str(captured).lower()}", f"trainer.adamw={adamw}")  # fmt: skip
         turns = in_turns(partial(bench.ours, *words), others, bench.device)
         del others
         ratios = [mine / statistics.mean(bare) for mine, *bare in turns]
         control = [second / first for _, first, second in turns]
         rows.append({
-            "dim": dim, "loop": loop, "turns": len(turns),
+            "dim": dim, "loop": loop, "adamw": adamw, "turns": len(turns),
             "bare ms": statistics.median(statistics.mean(bare) for _, *bare in turns),
             "ours ms": statistics.median(mine for mine, *_ in turns),
             "overhead %": 100 * (statistics.median(ratios) - 1), "95 % interval": _percent(*interval(ratios)),
@@ -158,12 +159,13 @@ def lecture(bench: Bench) -> None:
         loop = bench.bare(True, "impl=native", f"dim={dim}")
         limits = {
             "GEMMs alone ms": gemms_alone(dim, 64, 1024, bench.device),
-            "optimizer alone ms": optimizer_alone(loop),
+            "AdamW alone ms": optimizer_alone(loop, "triton"),
         }
+        native = optimizer_alone(loop, "native")
         del loop
         for impl in bench.options.impls:
             row: Row = {"dim": dim, "impl": impl, "ms": None, "p10, p90": None, **limits, "share of both": None,
-                        "first steps s": None, "peak GiB": None, "note": ""}  # fmt: skip
+                        "PyTorch's AdamW alone ms": native, "first steps s": None, "peak GiB": None, "note": ""}  # fmt: skip
             rows.append(row)
             row |= attempt(lambda impl=impl, dim=dim: _lecture_run(bench, impl, dim))
             if row["ms"]:
@@ -265,6 +267,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=at_least(1), default=3, help="of the part logging")
     parser.add_argument("--turns", type=at_least(2), default=12, help=f"of {BLOCK} steps, of the part overhead")
     parser.add_argument("--loops", nargs="+", choices=("eager", "captured"), default=["eager", "captured"],
+                        help="of the part overhead")  # fmt: skip
+    parser.add_argument("--adamw", nargs="+", choices=("native", "auto"), default=["native", "auto"],
                         help="of the part overhead")  # fmt: skip
     parser.add_argument("--overrides", nargs="*", default=[], help="further overrides, such as model.num_layers=8")
     options = parser.parse_args()

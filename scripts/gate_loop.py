@@ -1,5 +1,6 @@
 """Correctness before speed: the loops that `bench_loop.py` compares train alike."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,18 +10,19 @@ TOLERANCE = 2e-2  # nats; bf16 has three digits
 
 
 def gate(bench: Any) -> bool:
-    """Whether all four loops have the same losses over some steps of a small model, as the table "gate"."""
+    """Whether all loops have the same losses over some steps of a small model, with either AdamW, as the table "gate"."""
     small = ("impl=native", "dim=256", f"trainer.max_steps={STEPS}", "trainer.log_every=1")
     curves: dict[str, list[float]] = {}
-    for name in ("false", "true"):
-        curves[f"ours, cuda_graph={name}"] = list(bench.ours(*small, f"trainer.cuda_graph={name}")["losses"].values())
-    for captured in (False, True):
+    for adamw, captured in itertools.product(("native", "auto"), ("false", "true")):
+        found = bench.ours(*small, f"trainer.adamw={adamw}", f"trainer.cuda_graph={captured}")
+        curves[f"ours, adamw={adamw}, cuda_graph={captured}"] = list(found["losses"].values())
+    for graph in (False, True):
         losses: list[torch.Tensor] = []
-        loop = bench.bare(captured, *small)
+        loop = bench.bare(graph, *small)
         first = loop.step_number
         loop.run(STEPS - first, losses)
-        curves[f"bare, captured={captured}"] = [loss.item() for loss in losses]
-    reference = curves["ours, cuda_graph=false"]
+        curves[f"bare, captured={graph}"] = [loss.item() for loss in losses]
+    reference = next(iter(curves.values()))
     bench.tables["gate: losses over 30 steps, dim 256"] = rows = []
     for name, curve in curves.items():
         # A bare captured loop spends its first steps warming up, and does not say their losses.
