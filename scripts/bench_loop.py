@@ -165,7 +165,8 @@ def lecture(bench: Bench) -> None:
         del loop
         for impl in bench.options.impls:
             row: Row = {"dim": dim, "impl": impl, "ms": None, "p10, p90": None, **limits, "share of both": None,
-                        "PyTorch's AdamW alone ms": native, "first steps s": None, "peak GiB": None, "note": ""}  # fmt: skip
+                        "PyTorch's AdamW alone ms": native, "first steps s": None, "peak GiB": None,
+                        "note": ""}  # fmt: skip
             rows.append(row)
             row |= attempt(lambda impl=impl, dim=dim: _lecture_run(bench, impl, dim))
             if row["ms"]:

@@ -10,7 +10,7 @@ TOLERANCE = 2e-2  # nats; bf16 has three digits
 
 
 def gate(bench: Any) -> bool:
-    """Whether all loops have the same losses over some steps of a small model, with either AdamW, as the table "gate"."""
+    """Whether all loops, with either AdamW, have the same losses over some steps of a small model; the table "gate"."""
     small = ("impl=native", "dim=256", f"trainer.max_steps={STEPS}", "trainer.log_every=1")
     curves: dict[str, list[float]] = {}
     for adamw, captured in itertools.product(("native", "auto"), ("false", "true")):
