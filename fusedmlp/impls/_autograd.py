@@ -1,7 +1,9 @@
 """What the autograd functions of hand-written kernels share."""
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,25 @@ def reshaped(y: Tensor, shape: tuple[int, ...]) -> Tensor:
     In-place operations on a view that such a function returns are refused, and `y += residual` is common.
     """
     return _unsafe_view(y, shape)
+
+
+def rows(x: Tensor) -> Tensor:
+    """x (..., K) as a matrix (M, K)."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def like_rows_of(x: Tensor, y: Tensor) -> Tensor:
+    """The matrix y (M, N) with the leading dimensions of x (..., K)."""
+    return y if x.ndim == 2 else reshaped(y, (*x.shape[:-1], y.shape[1]))
+
+
+def free_saved(ctx: Any) -> None:
+    """Drop the node's references to its saved tensors, unless the graph is kept for another backward pass.
+
+    Then a tensor is freed as soon as the backward function has no more use for it, not at its end.
+    """
+    if hasattr(ctx, "maybe_clear_saved_tensors") and not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
 
 
 class _NoSecondDerivative(torch.autograd.Function):

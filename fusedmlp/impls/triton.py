@@ -1,20 +1,13 @@
 """triton: hand-written Triton kernels, forward and backward.
 
-Each kernel launcher is an operator, `torch.ops.fusedmlp_triton.*`, with a fake kernel; a `torch.autograd.Function` ties
-the forward operator to the backward one. So `torch.compile(fullgraph=True)`, FLOP counters, selective activation
-checkpointing and FSDP see operators, and an eager call stays cheap. Host time added to a launcher that does nothing,
-one forward call / forward and backward (one CPU core, torch 2.14): this way 3 / 9 us, `torch.library.custom_op` with
-`register_autograd` 11 / 50 us, `torch.library.triton_op` 14 / 66 us.
+Each kernel launcher is an operator, `torch.ops.fusedmlp_triton.*` (`fusedmlp/kernels/triton_ops.py`); a
+`torch.autograd.Function` ties the forward operator to the backward one.
 """
 
-import functools
-import math
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 try:
     import triton  # noqa: F401
@@ -22,22 +15,16 @@ except ImportError as error:
     raise ImportError("Triton is missing: `pip install triton` (Linux), or use impl=native or impl=compiled") from error
 
 from fusedmlp.impls import _stack
-from fusedmlp.impls._autograd import once_differentiable, requires_grad, reshaped
-from fusedmlp.kernels.configs import STACK_ROWS
-from fusedmlp.kernels.gelu import gelu_bwd, gelu_fwd
-from fusedmlp.kernels.linear_gelu import dgelu_gemm, linear_gelu_fwd, stack_bwd
-from fusedmlp.kernels.reduce import column_sum, dgelu_dbias
-from fusedmlp.kernels.softmax import softmax_bwd, softmax_fwd
+from fusedmlp.impls._autograd import free_saved, like_rows_of, once_differentiable, requires_grad, rows
+from fusedmlp.kernels import triton_ops
 
-_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-
-DEVICES = ("cpu", "cuda") if _INTERPRETER else ("cuda",)
+DEVICES = triton_ops.DEVICES
 
 _REMEDY = "use impl=native or impl=compiled, or set TRITON_INTERPRET=1 to run the kernels on CPU tensors, slowly"
 
 
 def unavailable() -> str | None:
-    if _INTERPRETER:
+    if triton_ops.INTERPRETER:
         from fusedmlp.kernels import interpreter
 
         return interpreter.fault()
@@ -51,74 +38,32 @@ def unavailable() -> str | None:
     return None
 
 
-def _rounded_products(launcher: Callable) -> Callable:
-    """The launcher; in the interpreter, whose bf16 dot products are wrong, with bf16 widened to fp32 around it."""
-
-    @functools.wraps(launcher)
-    def widened(*args):
-        low = torch.bfloat16
-        if args[0].dtype != low:
-            return launcher(*args)
-        results = launcher(*(a.float() if isinstance(a, Tensor) else a for a in args))
-        return tuple(result.to(low) for result in results)
-
-    return widened if _INTERPRETER else launcher
-
-
-_library = torch.library.Library("fusedmlp_triton", "FRAGMENT")
-
-
-def _register(schema: str, launcher: Callable, fake: Callable) -> Callable:
-    """Make `launcher` an operator with this schema; `fake` gives its outputs' shapes, dtypes and strides."""
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for device in DEVICES:
-        _library.impl(name, launcher, device.upper())
-    torch.library.register_fake(f"fusedmlp_triton::{name}", fake, lib=_library)
-    # The overload itself: looking it up in its packet costs a microsecond a call.
-    return getattr(torch.ops.fusedmlp_triton, name).default
-
-
-_gelu_fwd = _register(
-    "gelu_fwd(Tensor x, str approximate) -> Tensor", gelu_fwd, lambda x, approximate: torch.empty_like(x)
-)
-_gelu_bwd = _register(
-    "gelu_bwd(Tensor dy, Tensor x, str approximate) -> Tensor", gelu_bwd, lambda dy, x, approximate: torch.empty_like(x)
-)
-
-
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, approximate: str) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.approximate = approximate
-        return _gelu_fwd(x, approximate)
+        return triton_ops.gelu_fwd(x, approximate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return _gelu_bwd(dy, x, ctx.approximate), None
+        return triton_ops.gelu_bwd(dy, x, ctx.approximate), None
 
 
 def gelu(x: Tensor, approximate: str) -> Tensor:
     if requires_grad(x):
         return _Gelu.apply(x, approximate)
-    return _gelu_fwd(x, approximate)
-
-
-_softmax_fwd = _register("softmax_fwd(Tensor x, int dim) -> Tensor", softmax_fwd, lambda x, dim: torch.empty_like(x))
-_softmax_bwd = _register(
-    "softmax_bwd(Tensor dy, Tensor y, int dim) -> Tensor", softmax_bwd, lambda dy, y, dim: torch.empty_like(y)
-)
+    return triton_ops.gelu_fwd(x, approximate)
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dim: int) -> Tensor:
         ctx.set_materialize_grads(False)
-        y = _softmax_fwd(x, dim)
+        y = triton_ops.softmax_fwd(x, dim)
         ctx.save_for_backward(y)
         ctx.dim = dim
         return y
@@ -127,97 +72,13 @@ class _Softmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
-        return _softmax_bwd(dy, y, ctx.dim), None
+        return triton_ops.softmax_bwd(dy, y, ctx.dim), None
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
     if requires_grad(x):
         return _Softmax.apply(x, dim)
-    return _softmax_fwd(x, dim)
-
-
-def _fake_linear_gelu_fwd(x, weight, bias, approximate, store_preact):
-    shape = (x.shape[0], weight.shape[0])
-    return x.new_empty(shape), x.new_empty(shape if store_preact else 0)
-
-
-def _fake_dgelu_dbias(dy, preact, approximate, need_dbias):
-    return torch.empty_like(preact), preact.new_empty(preact.shape[1] if need_dbias else 0)
-
-
-def _fake_dgelu_gemm(dy, weight, preact, approximate, store_act, need_dbias, store_product=False):
-    second = preact.new_empty(preact.shape if store_act or store_product else 0)
-    return torch.empty_like(preact), second, preact.new_empty(preact.shape[1] if need_dbias else 0)
-
-
-def _fake_stack_bwd(dy, weight, x, preact, sums, approximate, sum_rows):
-    rows = (preact.shape[0] + STACK_ROWS - 1) // STACK_ROWS
-    partial = preact.new_empty((rows, preact.shape[1]) if sum_rows else 0, dtype=torch.float32)
-    dweight, dbias = weight.new_empty(weight.shape), dy.new_empty(0 if sums is None else dy.shape[1])
-    return torch.empty_like(preact), torch.empty_like(preact), partial, dweight, dbias
-
-
-_linear_gelu_fwd = _register(
-    "linear_gelu_fwd(Tensor x, Tensor weight, Tensor? bias, str approximate, bool store_preact) -> (Tensor, Tensor)",
-    _rounded_products(linear_gelu_fwd),
-    _fake_linear_gelu_fwd,
-)
-_dgelu_dbias = _register(
-    "dgelu_dbias(Tensor dy, Tensor preact, str approximate, bool need_dbias) -> (Tensor, Tensor)",
-    dgelu_dbias,
-    _fake_dgelu_dbias,
-)
-_dgelu_gemm = _register(
-    "dgelu_gemm(Tensor dy, Tensor weight, Tensor preact, str approximate, bool store_act, bool need_dbias,"
-    " bool store_product=False) -> (Tensor, Tensor, Tensor)",
-    _rounded_products(dgelu_gemm),
-    _fake_dgelu_gemm,
-)
-_stack_bwd = _register(
-    "stack_bwd(Tensor dy, Tensor weight, Tensor x, Tensor preact, Tensor? sums, str approximate, bool sum_rows)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    stack_bwd,
-    _fake_stack_bwd,
-)
-_column_sum = _register(
-    "column_sum(Tensor partial, ScalarType dtype) -> Tensor",
-    column_sum,
-    lambda partial, dtype: partial.new_empty(partial.shape[1], dtype=dtype),
-)
-
-
-@register_flop_formula(torch.ops.fusedmlp_triton.linear_gelu_fwd)
-def _linear_gelu_flops(x_shape, weight_shape, *_, **__) -> int:
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
-
-
-@register_flop_formula(torch.ops.fusedmlp_triton.dgelu_gemm)
-def _dgelu_gemm_flops(dy_shape, weight_shape, *_, **__) -> int:
-    return 2 * dy_shape[0] * weight_shape[0] * weight_shape[1]
-
-
-@register_flop_formula(torch.ops.fusedmlp_triton.stack_bwd)
-def _stack_bwd_flops(dy_shape, weight_shape, *_, **__) -> int:
-    return 4 * dy_shape[0] * weight_shape[0] * weight_shape[1]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x (..., K) as a matrix (M, K)."""
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _like_rows_of(x: Tensor, y: Tensor) -> Tensor:
-    """The matrix y (M, N) with the leading dimensions of x (..., K)."""
-    return y if x.ndim == 2 else reshaped(y, (*x.shape[:-1], y.shape[1]))
-
-
-def _free_saved(ctx) -> None:
-    """Drop the node's references to its saved tensors, unless the graph is kept for another backward pass.
-
-    Then a tensor is freed as soon as the backward function has no more use for it, not at its end.
-    """
-    if hasattr(ctx, "maybe_clear_saved_tensors") and not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()
+    return triton_ops.softmax_fwd(x, dim)
 
 
 class _LinearGelu(torch.autograd.Function):
@@ -229,30 +90,30 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        act, preact = _linear_gelu_fwd(_rows(x), weight, bias, approximate, True)
+        act, preact = triton_ops.linear_gelu_fwd(rows(x), weight, bias, approximate, True)
         need_dx, need_dweight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(preact, x if need_dweight else None, weight if need_dx else None)
         ctx.approximate, ctx.x_shape = approximate, x.shape
         _stack.prepare(ctx, x, weight)
-        return _like_rows_of(x, act), preact
+        return like_rows_of(x, act), preact
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor, *_):
         preact, x, weight = ctx.saved_tensors
-        _free_saved(ctx)
+        free_saved(ctx)
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
         ready = _stack.take(ctx, dy)
-        dpreact, sums = ready or _dgelu_dbias(_rows(dy), preact, ctx.approximate, need_dbias)
+        dpreact, sums = ready or triton_ops.dgelu_dbias(rows(dy), preact, ctx.approximate, need_dbias)
         del preact, ready
         before = _stack.layer_before(ctx, x)
         if need_dweight:
-            x = _rows(x)
+            x = rows(x)
         before_preact = None if before is None or not need_dx else _stack.preact_of(before)
         if before_preact is not None and need_dweight and _stack.merges(dpreact, weight, x):
             merged = _merged(before, dpreact, weight, x, before_preact, sums, ctx.x_shape)
             return (*merged[:2], merged[2] if need_dbias else None, None)
-        dbias = _column_sum(sums, dpreact.dtype) if sums.ndim == 2 else sums
+        dbias = triton_ops.column_sum(sums, dpreact.dtype) if sums.ndim == 2 else sums
         # First, so that x is let go before dx is there, and the layer before's dpreact maybe.
         dweight = dpreact.t() @ x if need_dweight else None
         del x
@@ -264,7 +125,7 @@ def _merged(before, dpreact, weight, x, preact, sums, shape: torch.Size) -> tupl
     """dx, dweight and dbias by one kernel, and what the dGELU of the layer `before` makes of dx."""
     partial = sums if sums.ndim == 2 else None
     need_sums = before.needs_input_grad[2]
-    results = _stack_bwd(dpreact, weight, x, preact, partial, before.approximate, need_sums)
+    results = triton_ops.stack_bwd(dpreact, weight, x, preact, partial, before.approximate, need_sums)
     dpreact, dx, sums_before, dweight, dbias = results
     dx = dx.view(shape)
     _stack.hand_over(before, dx, dpreact, sums_before)
@@ -276,7 +137,7 @@ def _dx(dpreact: Tensor, weight: Tensor, before, preact: Tensor | None, shape: t
     if preact is None:
         return (dpreact @ weight).view(shape)
     need_dbias = before.needs_input_grad[2]
-    dpreact, dx, dbias = _dgelu_gemm(dpreact, weight, preact, before.approximate, False, need_dbias, True)
+    dpreact, dx, dbias = triton_ops.dgelu_gemm(dpreact, weight, preact, before.approximate, False, need_dbias, True)
     dx = dx.view(shape)
     _stack.hand_over(before, dx, dpreact, dbias)
     return dx
@@ -286,8 +147,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
     if requires_grad(x, weight, bias):
         act, _ = _LinearGelu.apply(x, weight, bias, approximate)
         return act
-    act, _ = _linear_gelu_fwd(_rows(x), weight, bias, approximate, False)
-    return _like_rows_of(x, act)
+    act, _ = triton_ops.linear_gelu_fwd(rows(x), weight, bias, approximate, False)
+    return like_rows_of(x, act)
 
 
 # What `mlp` keeps of its hidden features for the backward pass, and the price, for M rows of N hidden features:
@@ -320,7 +181,7 @@ class _Mlp(torch.autograd.Function):
         # Without dpreact, act alone is as small as preact alone and needs nothing recomputed.
         keep_preact = need_dpreact and keep != "x"
         keep_act = need_dweight2 and (keep == "preact+act" or (keep == "preact" and not need_dpreact))
-        act, preact = _linear_gelu_fwd(_rows(x), weight1, bias1, approximate, keep_preact)
+        act, preact = triton_ops.linear_gelu_fwd(rows(x), weight1, bias1, approximate, keep_preact)
         y = torch.nn.functional.linear(act, weight2, bias2)
         recompute = keep == "x" and (need_dpreact or need_dweight2)
         ctx.save_for_backward(
@@ -332,32 +193,34 @@ class _Mlp(torch.autograd.Function):
             act if keep_act else None,
         )
         ctx.approximate, ctx.x_shape, ctx.recompute = approximate, x.shape, recompute
-        return _like_rows_of(x, y), preact if keep_preact else None
+        return like_rows_of(x, y), preact if keep_preact else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor, *_):
         x, weight1, bias1, weight2, preact, act = ctx.saved_tensors
-        _free_saved(ctx)
+        free_saved(ctx)
         need_dx, need_dweight1, need_dbias1, need_dweight2, need_dbias2, *_ = ctx.needs_input_grad
         need_dpreact = need_dx or need_dweight1 or need_dbias1
-        dy = _rows(dy)
+        dy = rows(dy)
         dx = dweight1 = dbias1 = dweight2 = None
         if ctx.recompute:
-            act, preact = _linear_gelu_fwd(_rows(x), weight1, bias1, ctx.approximate, need_dpreact)
+            act, preact = triton_ops.linear_gelu_fwd(rows(x), weight1, bias1, ctx.approximate, need_dpreact)
         # Each hidden-sized tensor is let go after its last use: two at a time, three where act is computed again.
         if need_dweight2 and act is not None:
             dweight2 = dy.t() @ act
             act = None
         if need_dpreact:
             recompute_act = need_dweight2 and dweight2 is None
-            dpreact, act, dbias1 = _dgelu_gemm(dy, weight2, preact, ctx.approximate, recompute_act, need_dbias1)
+            dpreact, act, dbias1 = triton_ops.dgelu_gemm(
+                dy, weight2, preact, ctx.approximate, recompute_act, need_dbias1
+            )
             preact = None
             if recompute_act:
                 dweight2 = dy.t() @ act
             act = None
             dx = (dpreact @ weight1).view(ctx.x_shape) if need_dx else None
-            dweight1 = dpreact.t() @ _rows(x) if need_dweight1 else None
+            dweight1 = dpreact.t() @ rows(x) if need_dweight1 else None
         dbias2 = dy.sum(0) if need_dbias2 else None
         return dx, dweight1, dbias1 if need_dbias1 else None, dweight2, dbias2, None, None
 
@@ -368,5 +231,5 @@ def mlp(
     if requires_grad(x, weight1, bias1, weight2, bias2):
         y, _ = _Mlp.apply(x, weight1, bias1, weight2, bias2, approximate, _mlp_keep())
         return y
-    act, _ = _linear_gelu_fwd(_rows(x), weight1, bias1, approximate, False)
-    return _like_rows_of(x, torch.nn.functional.linear(act, weight2, bias2))
+    act, _ = triton_ops.linear_gelu_fwd(rows(x), weight1, bias1, approximate, False)
+    return like_rows_of(x, torch.nn.functional.linear(act, weight2, bias2))

@@ -51,10 +51,12 @@ def link(monkeypatch, request):
 
 
 @pytest.fixture
-def calls(triton, monkeypatch):
+def calls(monkeypatch):
     """How often a product with dGELU in its epilogue ran, alone or merged, and how often the pointwise kernel."""
+    from fusedmlp.kernels import triton_ops
+
     found = SimpleNamespace(fused=0, merged=0, pointwise=0, results=[], dbias=[])
-    fused, merged, pointwise = triton._dgelu_gemm, triton._stack_bwd, triton._dgelu_dbias
+    fused, merged, pointwise = triton_ops.dgelu_gemm, triton_ops.stack_bwd, triton_ops.dgelu_dbias
 
     def count(function, need_dbias, *args):
         found.fused += 1
@@ -74,9 +76,9 @@ def calls(triton, monkeypatch):
         found.pointwise += 1
         return pointwise(*args)
 
-    monkeypatch.setattr(triton, "_dgelu_gemm", count_fused)
-    monkeypatch.setattr(triton, "_stack_bwd", count_merged)
-    monkeypatch.setattr(triton, "_dgelu_dbias", count_pointwise)
+    monkeypatch.setattr(triton_ops, "dgelu_gemm", count_fused)
+    monkeypatch.setattr(triton_ops, "stack_bwd", count_merged)
+    monkeypatch.setattr(triton_ops, "dgelu_dbias", count_pointwise)
     return found
 
 
@@ -638,8 +640,10 @@ def test_nothing_outlives_the_backward_pass(link, calls):
 
 
 @pytest.fixture
-def kernels_in_torch(triton, monkeypatch):
+def kernels_in_torch(monkeypatch):
     """The same operators in PyTorch: Triton's interpreter keeps what a kernel was last called with."""
+    from fusedmlp.kernels import triton_ops
+
     gelu_backward = torch.ops.aten.gelu_backward
 
     def linear_gelu_fwd(x, weight, bias, approximate, _):
@@ -661,7 +665,7 @@ def kernels_in_torch(triton, monkeypatch):
         return dpreact, dx, dbias[None], dweight, dy.new_empty(0) if sums is None else sums.sum(0)
 
     for operator in (linear_gelu_fwd, dgelu_dbias, dgelu_gemm, stack_bwd):
-        monkeypatch.setattr(triton, f"_{operator.__name__}", operator)
+        monkeypatch.setattr(triton_ops, operator.__name__, operator)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the CPU's allocator reports every tensor")

@@ -154,14 +154,15 @@ def _recorded(launches: list[Launch]) -> Iterator[None]:
 
 @contextmanager
 def _launchers_as_they_are(module: ModuleType) -> Iterator[None]:
-    """The module's operators are replaced by the launchers of the same name that it imports.
+    """The operators of the module, and of the modules that it imports, are replaced by their launchers.
 
     An operator on a tensor without data runs its fake kernel, and no launcher.
     """
+    modules = [value for value in vars(module).values() if isinstance(value, ModuleType)]
     with ExitStack() as stack:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch._ops.OpOverload):
-                launcher = getattr(module, value._schema.name.rpartition("::")[2], None)
-                if launcher is not None:
-                    stack.enter_context(mock.patch.object(module, name, launcher))
+        for owner in (module, *modules):
+            launchers = getattr(owner, "LAUNCHERS", {})
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, torch._ops.OpOverload) and value in launchers:
+                    stack.enter_context(mock.patch.object(owner, name, launchers[value]))
         yield
