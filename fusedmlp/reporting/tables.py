@@ -22,11 +22,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its head, a word on what it holds, whether it holds numbers."""
+    """A column: its head, a word on what it holds, whether it holds numbers, and how its texts break in the page.
+
+    `breaks` is "" (nowhere), "phrases" (after a comma or a semicolon), "anywhere", or "below" (texts of any length, in
+    lines of their own beneath the row).
+    """
 
     head: str
     note: str = ""
     number: bool = True
+    breaks: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ COLUMNS = (
     Column("impl", "requested, and what it resolved to where that is another", number=False),
     Column("captured", "whether steps were replayed from a CUDA graph", number=False),
     Column("ms/step", "median step; of several runs the median of their medians"),
-    Column("spread", "lowest to highest run; of a single run p10 to p90 of its steps"),
+    Column("spread", "lowest to highest run; of a single run p10 to p90 of its steps", breaks="phrases"),
     Column("tokens/s", "over all steady steps, the slow ones too"),
     Column("TFLOP/s"),
     Column("MFU %", "share of the dense peak of the device"),
@@ -50,9 +55,9 @@ COLUMNS = (
     Column("peak GiB", "peak memory: allocated on the GPU, or resident in a run on the CPU"),
     Column("first steps s", "what the first steps took beyond the others: compiling, tuning, building"),
     Column("loss", "final validation loss, or training loss where there was no validation; nats per token"),
-    Column("loss agrees", "with native's", number=False),
-    Column("status", number=False),
-    Column("why", "what its trace says, or why it did not complete", number=False),
+    Column("loss agrees", "with native's", number=False, breaks="phrases"),
+    Column("status", number=False, breaks="phrases"),
+    Column("why", "what its trace says, or why it did not complete", number=False, breaks="below"),
 )
 ALWAYS = ("impl", "ms/step", "status")
 
@@ -157,7 +162,7 @@ def comparison(groups: Sequence[Group], names: dict[machines.Machine, str]) -> T
     if len(found) < 2:
         return None
     letters = [letter(position) for position in range(len(found))]
-    columns = [Column("configuration", number=False), Column("impl", number=False)]
+    columns = [Column("configuration", number=False, breaks="anywhere"), Column("impl", number=False)]
     columns += [Column(f"ms/step, {name}") for name in letters]
     columns += [Column(f"{name} over A", "step time there over that at A") for name in letters[1:]]
     rows = []

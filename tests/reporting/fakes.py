@@ -67,6 +67,35 @@ def write_sweep(folder: Path, results: list[dict[str, Any]], waiting: int = 0, *
     return folder
 
 
+def wide_sweep(folder: Path, repeats: int = 1) -> Path:
+    """Five impls at four dims with every column, losses that parted, and long reasons with and without spaces."""
+    memory = (
+        "OutOfMemoryError: CUDA out of memory. "
+        + "GPU 0 has a total capacity of 139.80 GiB, of which little is free. " * 6
+    )
+    header = (
+        "RuntimeError: impl=cuda cannot run here: " + "/usr/local/cuda-12.9/targets/x86_64-linux" * 6 + ".h is missing"
+    )
+    ms = {"manual": 321.0, "native": 110.0, "compiled": 98.2, "auto": 98.2, "cuda": 95.0}
+    results = []
+    for repeat in range(repeats):
+        for dim in (512, 1024, 2048, 4096):
+            for impl, step in ms.items():
+                if dim >= 2048 and impl in ("manual", "cuda"):
+                    results.append(failed(impl, dim, memory if impl == "manual" else header))
+                    continue
+                more = result(impl, dim, step * dim * (1 + 0.01 * repeat))
+                more["throughput"] |= {"tokens_per_s": 1_234_567.0, "tflops_per_s": 512.3, "first_steps_s": 123.4}
+                more |= {
+                    "impl_resolved": "compiled" if impl == "auto" else impl,
+                    "cuda_graph": {"captured": True, "why": ""},
+                    "early_train_loss": {"steps": 5, "loss": 5.0},
+                    "final_train_loss": 3.0 if impl == "native" or dim < 2048 else 3.07 if dim == 2048 else 4.5,
+                }
+                results.append(more | ({"trace": TRACE} if impl == "auto" else {}))
+    return write_sweep(folder, results)
+
+
 def rich_sweep(folder: Path) -> Path:
     """Two dims, four impls, three repeats, traces, a failure, a wrong loss, and one job to come."""
     ms = {"manual": 21.0, "native": 10.0, "compiled": 8.2, "triton": 8.0}

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from reporting.fakes import H200, result, rich_sweep, write_sweep
+from reporting.fakes import H200, result, rich_sweep, wide_sweep, write_sweep
 
 from fusedmlp.reporting import report
 
@@ -97,10 +97,10 @@ def luminance(color: list[int]) -> float:
 
 def test_a_click_sorts_and_another_one_turns_it_round(page):
     table = page.locator("table.sortable", has_text="GPU busy").first
-    impls = "rows => rows.map((row) => row.cells[0].textContent)"
+    impls = "bodies => bodies.map((body) => body.rows[0].cells[0].textContent)"
 
     def order() -> list[str]:
-        return table.locator("tbody tr").evaluate_all(impls)
+        return table.locator("tbody").evaluate_all(impls)
 
     assert order() == ["manual", "native", "compiled", "triton", "cuda"]
     head = table.get_by_role("button", name="ms/step")
@@ -119,3 +119,34 @@ def test_what_a_row_is_about_stays_in_sight(page):
     scroll.evaluate("element => element.scrollLeft = element.scrollWidth")
     left = scroll.bounding_box()["x"]
     assert scroll.locator("tbody td").first.bounding_box()["x"] == pytest.approx(left, abs=2)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_the_tables_of_a_wide_sweep_fit_a_desk(browser, tmp_path, repeats):
+    report.write([wide_sweep(tmp_path / "sweep", repeats)], tmp_path)
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.locator("th button").count() == 4 * 13, "every column but the one that stands beneath its row"
+    page.get_by_role("button", name="times native").last.click()
+    too_wide = "elements => elements.filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"
+    lines = "cells => cells.map((e) => Math.floor(e.clientHeight / parseFloat(getComputedStyle(e).lineHeight)))"
+    for width in (1280, 1600):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.locator(".scroll, th, td, .below div").evaluate_all(too_wide) == []
+        assert max(page.locator("tr:not(.below) > td").evaluate_all(lines)) <= 2
+    page.close()
+
+
+def test_a_reason_is_read_without_scrolling(page):
+    """Where the numbers of its row are wider than the screen."""
+    table = page.locator("table.sortable", has_text="nvcc").last
+    reason = table.locator(".below div", has_text="nvcc")
+    box = reason.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= page.viewport_size["width"]
+    owner = reason.evaluate("element => element.closest('tbody').rows[0].cells[0].textContent")
+    assert owner == "cuda"
+    table.get_by_role("button", name="ms/step").click()
+    assert reason.evaluate("element => element.closest('tbody').rows[0].cells[0].textContent") == "cuda"
+    table.locator("..").evaluate("element => element.scrollLeft = element.scrollWidth")
+    assert reason.bounding_box()["x"] == pytest.approx(box["x"], abs=2)
