@@ -36,9 +36,10 @@ from arguments import at_least  # noqa: E402
 from distributed_record import communication, table, write_record  # noqa: E402
 
 from fusedmlp.errors import UserError  # noqa: E402
+from fusedmlp.signals import Signals  # noqa: E402
 from fusedmlp.sweep import outcome  # noqa: E402
 from fusedmlp.sweep.ahead import Ahead, Run  # noqa: E402
-from fusedmlp.sweep.job import Ended, Signals  # noqa: E402
+from fusedmlp.sweep.job import Ended  # noqa: E402
 
 KEPT = ("result.json", "metrics.csv", "config.yaml", "train.log", "trace.json.gz")
 PARTS = ("overhead", "scaling", "devices")

@@ -32,7 +32,7 @@ from trace_runs import ACTIVE, Check, InTurn, Wanted, choice, window  # noqa: E4
 
 from fusedmlp.errors import UserError  # noqa: E402
 from fusedmlp.profiling import compare, nsight, nsys_stats, report, trace  # noqa: E402
-from fusedmlp.sweep.job import Signals  # noqa: E402
+from fusedmlp.signals import Signals  # noqa: E402
 
 PARTS = ("traces", "graph", "nsys", "overhead", "demo")
 

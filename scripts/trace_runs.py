@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from fusedmlp.profiling import cut, picture, report, trace
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import outcome
 from fusedmlp.sweep.ahead import Ahead, Run
-from fusedmlp.sweep.job import Ended, Signals
+from fusedmlp.sweep.job import Ended
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG_EVERY = WARM = 10

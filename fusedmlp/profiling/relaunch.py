@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from fusedmlp.profiling import nsight
-from fusedmlp.sweep.job import stop_signals
+from fusedmlp.signals import stop_signals
 
 RESULT = "result.json"
 _REPORTS = {"nsys": ("trace", ".nsys-rep"), "ncu": ("kernels", ".ncu-rep")}

@@ -15,8 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import outcome
-from fusedmlp.sweep.job import GROUP, Ended, Signals, Started, environment_of, run_process
+from fusedmlp.sweep.job import GROUP, Ended, Started, environment_of, run_process
 
 if TYPE_CHECKING:
     from fusedmlp.training.supervisor import Group
@@ -123,7 +124,7 @@ class _Processes:
 
     def follow(self, timeout_s: float | None, signals: Signals) -> Ended:
         def follow_one(started: Started) -> Ended:
-            return run_process(started, self.run.log, lambda line: None, signals, timeout_s, GRACE_S)
+            return run_process(started, self.run.log, lambda line: None, signals.received, timeout_s, GRACE_S)
 
         if self._group is None:
             return follow_one(self._started[0])

@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from fusedmlp.sweep.job import Signals, Started, environment_of, run_process
+from fusedmlp.signals import Signals
+from fusedmlp.sweep.job import Started, environment_of, run_process
 from fusedmlp.sweep.launcher import CANNOT_BEGIN, CONSOLE, SweepLauncher
 from fusedmlp.sweep.ledger import Job
 
@@ -44,7 +45,7 @@ class IsolatedLauncher(SweepLauncher):
                 prefix = self.prefix(job)
                 ended = run_process(
                     now.process, now.folder / CONSOLE, lambda line: print(prefix, line, flush=True),  # noqa: B023
-                    signals, self.options.timeout,
+                    signals.received, self.options.timeout,
                 )  # fmt: skip
                 self.end(job, ended, signals)
         finally:

@@ -1,4 +1,7 @@
-"""One job of a sweep as a process of its own: start it, pass its output on, end it in time, leave nothing behind."""
+"""One job of a sweep as a process of its own: start it, pass its output on, end it in time, leave nothing behind.
+
+Nothing of the package is imported here: `slurm.py` sends these functions to machines that need not have it.
+"""
 
 import ctypes
 import importlib
@@ -12,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 # In the environment of a job: the W&B group of its sweep, the process that must not end before it, and two pipes, of
 # which one says when it may begin and the other, by its end, that it could.
@@ -37,32 +39,6 @@ class Ended:
     last_line: str
     seconds: float
     lost: str | None = None
-
-
-def stop_signals() -> tuple[int, ...]:
-    """What asks a program to stop: Ctrl-C, SIGTERM, and a terminal that closes unless nohup has that ignored."""
-    closing = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGINT, signal.SIGTERM, *closing)
-
-
-class Signals:
-    """Collects these signals in `received` while it is the active context, instead of ending the process."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "Signals":
-        for number in stop_signals():
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self.received.append(signum)
 
 
 class _Output:
@@ -106,15 +82,15 @@ class _Output:
 class _Limits:
     """What ends a job early: signals to this process, and its time limit."""
 
-    def __init__(self, signals: Signals, timeout_s: float | None, grace_s: float):
-        self._signals, self._handed, self._grace_s = signals, 0, grace_s
+    def __init__(self, received: Sequence[int], timeout_s: float | None, grace_s: float):
+        self._received, self._handed, self._grace_s = received, 0, grace_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._kill_at: float | None = None
         self.timed_out = False
 
     def apply(self, process: subprocess.Popen) -> None:
         now = time.monotonic()
-        for number in self._signals.received[self._handed :]:
+        for number in self._received[self._handed :]:
             self._handed += 1
             process.send_signal(number if self._handed <= 2 else signal.SIGKILL)
             self._kill_at = self._kill_at or now + self._grace_s
@@ -196,17 +172,17 @@ def run_process(
     job: Started,
     log: Path,
     show: Callable[[str], None],
-    signals: Signals,
+    received: Sequence[int] = (),
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
 ) -> Ended:
     """Lets a process go and follows it to its end.
 
-    The first two signals that arrive in `signals` are handed to it, and the time limit sends SIGTERM; it is killed
-    `grace_s` seconds after the first of these, or at the third signal, and so is what it leaves running.
+    Of the signals that arrive in `received` meanwhile the first two are handed to it, and the time limit sends SIGTERM;
+    it is killed `grace_s` seconds after the first of these, or at the third signal, and so is what it leaves running.
     """
     began = time.monotonic()
-    limits = _Limits(signals, timeout_s, grace_s)
+    limits = _Limits(received, timeout_s, grace_s)
     process = job.process
     assert process.stdout is not None
     job.let_go()
@@ -239,7 +215,7 @@ def run_alone(command: Sequence[str], group: str, log: Path, timeout_s: float | 
 
     Signals are not handed on: a cluster sends them to the job itself.
     """
-    return run_process(Started(command, environment_of(group)), log, lambda line: None, Signals(), timeout_s)
+    return run_process(Started(command, environment_of(group)), log, lambda line: None, timeout_s=timeout_s)
 
 
 def _end_group(group: int, wait_s: float) -> None:

@@ -14,9 +14,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from fusedmlp.errors import UserError
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import lost_run, outcome, progress
 from fusedmlp.sweep.command import job_command, of_the_job, resume_command
-from fusedmlp.sweep.job import Ended, Signals
+from fusedmlp.sweep.job import Ended
 from fusedmlp.sweep.ledger import COMPLETED, RUNNING, Job, Ledger, labels
 from fusedmlp.sweep.reporter import Reporter, guarded
 from fusedmlp.training.explain import of_config

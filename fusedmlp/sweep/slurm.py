@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fusedmlp.errors import UserError
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import job as processes
-from fusedmlp.sweep.job import GRACE_S, Ended, Signals, run_alone
+from fusedmlp.sweep.job import GRACE_S, Ended, run_alone
 from fusedmlp.sweep.launcher import CANNOT_BEGIN, CONSOLE, SweepLauncher
 from fusedmlp.sweep.ledger import WAITING, Job
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from fusedmlp.sweep.job import stop_signals
+from fusedmlp.signals import stop_signals
 
 
 class Interrupted(BaseException):

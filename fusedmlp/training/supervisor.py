@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from fusedmlp.sweep.job import stop_signals
+from fusedmlp.signals import stop_signals
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.messages import FOLDER, left, post_failure, prefixed
 from fusedmlp.training.place import Start

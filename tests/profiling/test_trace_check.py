@@ -11,8 +11,8 @@ from profiling.test_nsys_stats import PRINTED
 from scripts_by_path import script
 
 from fusedmlp.errors import UserError
+from fusedmlp.signals import Signals
 from fusedmlp.sweep.ahead import Run
-from fusedmlp.sweep.job import Signals
 
 SCRIPT = script("gpu_trace_check")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import ahead as module
 from fusedmlp.sweep.ahead import Ahead, Run
-from fusedmlp.sweep.job import Signals
 
 ROOT = Path(__file__).parents[2]
 # What train.py does at its gate, without its imports; then what a test gives, with its directory as `folder`.

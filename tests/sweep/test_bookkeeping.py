@@ -7,9 +7,10 @@ from conftest import raises
 from omegaconf import OmegaConf
 
 from fusedmlp.errors import UserError
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import outcome, progress
 from fusedmlp.sweep.isolated import IsolatedLauncher
-from fusedmlp.sweep.job import Ended, Signals
+from fusedmlp.sweep.job import Ended
 from fusedmlp.sweep.launcher import SweepLauncher
 from fusedmlp.sweep.ledger import Job, Ledger, labels
 from fusedmlp.sweep.reporter import Reporter

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from python_path import ROOT, python_path
 
-from fusedmlp.sweep.job import Ended, Signals, Started, environment_of, run_process
+from fusedmlp.signals import Signals
+from fusedmlp.sweep.job import Ended, Started, environment_of, run_process
 
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
 SLEEP = "import time; print('asleep', flush=True); time.sleep(600)"
 
 
-def job(log: Path, code: str, signals: Signals | None = None, show=lambda line: None, **limits) -> Ended:
-    return run_process(Started([sys.executable, "-c", code], os.environ), log, show, signals or Signals(), **limits)
+def job(log: Path, code: str, received=(), show=lambda line: None, **limits) -> Ended:
+    return run_process(Started([sys.executable, "-c", code], os.environ), log, show, received, **limits)
 
 
 def alive(pid: int) -> bool:
@@ -56,7 +57,7 @@ def test_the_time_limit_ends_a_job_and_kills_one_that_does_not_listen(tmp_path, 
 def test_the_first_signal_is_handed_on_and_the_third_kills(tmp_path):
     with Signals() as signals:
         own = signal.getsignal(signal.SIGINT)
-        ended = job(tmp_path / "log", SLEEP, signals, lambda line: os.kill(os.getpid(), signal.SIGTERM))
+        ended = job(tmp_path / "log", SLEEP, signals.received, lambda line: os.kill(os.getpid(), signal.SIGTERM))
         assert ended.exit_code == -signal.SIGTERM
         assert signals.received == [signal.SIGTERM]
 
@@ -66,7 +67,7 @@ def test_the_first_signal_is_handed_on_and_the_third_kills(tmp_path):
             time.sleep(0.05)
 
     with Signals() as signals:
-        assert job(tmp_path / "log", f"{STUBBORN}; {SLEEP}", signals, thrice).exit_code == -signal.SIGKILL
+        assert job(tmp_path / "log", f"{STUBBORN}; {SLEEP}", signals.received, thrice).exit_code == -signal.SIGKILL
     assert signal.getsignal(signal.SIGINT) != own
 
 
@@ -135,9 +136,7 @@ def test_a_jobs_environment_names_its_sweep_and_shares_no_service(monkeypatch):
 
 def test_a_crash_leaves_a_traceback_in_the_log(tmp_path):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    ended = run_process(
-        Started([sys.executable, "-c", code], environment_of("x")), tmp_path / "log", lambda _: None, Signals()
-    )
+    ended = run_process(Started([sys.executable, "-c", code], environment_of("x")), tmp_path / "log", lambda _: None)
     assert ended.exit_code == -signal.SIGSEGV
     assert 'File "<string>", line 1' in (tmp_path / "log").read_text()
 
@@ -161,7 +160,7 @@ def test_a_held_job_begins_when_it_is_let_go(tmp_path):
     assert started.waits(20)
     time.sleep(0.8)
     assert started.process.poll() is None
-    ended = run_process(started, tmp_path / "log", lines.append, Signals(), timeout_s=20)
+    ended = run_process(started, tmp_path / "log", lines.append, timeout_s=20)
     assert (ended.exit_code, lines) == (0, ["begun True False"])
 
 
@@ -178,7 +177,7 @@ def test_a_job_that_ended_before_its_turn_is_seen_to_have_ended(tmp_path):
     started = held("raise SystemExit('no such module')")
     started.process.wait()
     assert started.waits(0)
-    ended = run_process(started, tmp_path / "log", lambda _: None, Signals())
+    ended = run_process(started, tmp_path / "log", lambda _: None)
     assert (ended.exit_code, ended.last_line) == (1, "no such module")
 
 

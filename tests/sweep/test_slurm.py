@@ -14,8 +14,9 @@ from conftest import raises
 from omegaconf import OmegaConf
 
 from fusedmlp.errors import UserError
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import slurm
-from fusedmlp.sweep.job import Ended, Signals, run_alone
+from fusedmlp.sweep.job import Ended, run_alone
 from fusedmlp.sweep.launcher import SweepLauncher
 from fusedmlp.sweep.ledger import Job, Ledger
 from fusedmlp.sweep.outcome import settle
