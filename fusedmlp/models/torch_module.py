@@ -4,26 +4,20 @@
 """
 
 import importlib
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.flop_counter import FlopCounterMode
 
-from fusedmlp import impls
 from fusedmlp.errors import UserError
+from fusedmlp.models.counting import counted_flops, told_flops, without_memory
 from fusedmlp.replace import Replacement, replace_modules
-
-log = logging.getLogger(__name__)
 
 INPUTS = ("tokens", "image")
 TARGETS = "my_package.Net, timm:<name> or hf:<model type or folder>"
@@ -85,6 +79,11 @@ class TorchModule(nn.Module):
             pixels = tokens.view(-1, *self.image_shape).to(self._dtype())
             x = pixels / 127.5 - 1  # (B, C, H, W)
         logits = _logits(self.net(x))
+        if without_memory(logits) and not without_memory(tokens):
+            raise UserError(
+                f"model.target={self.title} has kept a tensor without values, from the count of its FLOPs, outside of "
+                "itself; let it keep that in an attribute, or give it a flops_per_sample, and nothing is counted"
+            )
         if logits.ndim == 2:
             logits = logits.unsqueeze(1)
         self._check(logits, len(tokens))
@@ -110,12 +109,12 @@ class TorchModule(nn.Module):
     def flops_per_sample(self) -> int | None:
         """FLOPs of the matrix products and convolutions of one training step on one window, forward and backward.
 
-        From the module itself if it has a `flops_per_sample()`; else PyTorch's FLOP counter counts them with
-        tensors that have no memory, with impl=native and attention in plain products, so that the number is the same
-        for every implementation. None where the module does not run on such tensors.
+        From the module itself if it has a `flops_per_sample()`; else PyTorch's FLOP counter counts them on a copy
+        without memory, with impl=native and attention in plain products, so that the number is the same for every
+        implementation. None where the module does not run like that.
         """
-        own = getattr(self.net, "flops_per_sample", None)
-        return own() if own is not None else _counted(self)
+        own = told_flops(self.net, self.title)
+        return counted_flops(self, self.context, self.title) if own is None else own
 
 
 def build(target: str, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -194,31 +193,3 @@ def _logits(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise UserError(f"the model returned {type(output).__name__}; expected logits, a tensor")
     return output
-
-
-def _counted(model: TorchModule) -> int | None:
-    try:
-        with _as_native(model), FakeTensorMode(allow_non_fake_inputs=True) as fake, sdpa_kernel(SDPBackend.MATH):
-            named = (*model.named_parameters(), *model.named_buffers())
-            without_memory: dict[str, Tensor] = {name: fake.from_tensor(tensor) for name, tensor in named}
-            tokens = torch.zeros(1, model.context, dtype=torch.long)
-            with FlopCounterMode(display=False) as counter:
-                torch.func.functional_call(model, without_memory, (tokens,)).float().sum().backward()
-        return counter.get_total_flops() or None
-    except Exception:  # whatever somebody else's module asks of its tensors that they do not have
-        log.warning("the FLOPs of %s cannot be counted, so TFLOP/s are left out", model.title, exc_info=True)
-        return None
-
-
-@contextmanager
-def _as_native(model: nn.Module) -> Iterator[None]:
-    """Within this context every module with an impl runs native, whose operations the counter knows."""
-    found: list[Any] = [m for m in model.modules() if getattr(m, "impl", None) in impls.names()]
-    before = [m.impl for m in found]
-    for module in found:
-        module.impl = "native"
-    try:
-        yield
-    finally:
-        for module, impl in zip(found, before, strict=True):
-            module.impl = impl

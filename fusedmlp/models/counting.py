@@ -1,0 +1,121 @@
+"""The FLOPs of somebody else's module, counted on a copy that has no memory; nothing of that stays behind.
+
+A module may keep what its first forward pass has computed (a mask, rotary tables). A tensor without memory among that
+would make all that is computed in the training one without memory, whose every value reads as 0.
+"""
+
+import copy
+import functools
+import gc
+import logging
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedmlp import impls
+
+log = logging.getLogger(__name__)
+
+# Some layers, such as BatchNorm, take no single sample.
+_SAMPLES = 2
+# A cache may hold its tensors in tuples, lists and lists of those.
+_DEPTH = 3
+
+
+def told_flops(net: nn.Module, title: str) -> int | None:
+    """What a module says of itself, as a number or as a method without arguments; None if it says nothing of use."""
+    told = getattr(net, "flops_per_sample", None)
+    if told is None:
+        return None
+    try:
+        value = float(told() if callable(told) else told)
+    except Exception as error:  # of somebody else's method
+        log.warning("flops_per_sample of %s: %s: %s; counted instead", title, type(error).__name__, error)
+        return None
+    if not 0 < value < math.inf:
+        log.warning("flops_per_sample of %s is %s; counted instead", title, value)
+        return None
+    return int(value)
+
+
+def counted_flops(model: nn.Module, length: int, title: str) -> int | None:
+    """FLOPs of forward and backward pass on a sample of `length` tokens, in products as impl=native has them.
+
+    None where the module does not run on tensors without memory.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with _random_state_kept():
+            return _count(model, length, fake) or None
+    except Exception:  # whatever somebody else's module asks of its tensors that they do not have
+        log.warning("the FLOPs of %s cannot be counted, so TFLOP/s are left out", title, exc_info=True)
+        return None
+    finally:
+        _forget(fake)
+
+
+def without_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a count."""
+    return isinstance(tensor, FakeTensor)
+
+
+def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> int:
+    with fake, sdpa_kernel(SDPBackend.MATH):
+        with FakeCopyMode(fake):
+            model = copy.deepcopy(model)
+        for module in model.modules():
+            # The counter knows the operations of this one.
+            if getattr(module, "impl", None) in impls.names():
+                module.impl = "native"  # type: ignore[assignment]
+        tokens = torch.zeros(_SAMPLES, length, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).float().sum().backward()
+    return counter.get_total_flops() // _SAMPLES
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    python, legacy = random.getstate(), numpy.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(legacy)  # noqa: NPY002
+
+
+def _forget(fake: FakeTensorMode) -> None:
+    """Takes the tensors of `fake` out of the caches of functions and the dictionaries that they have been kept in."""
+    if not _alive(fake):
+        return
+    gc.collect()
+    kept: list[Any] = _alive(fake)
+    for _ in range(_DEPTH):
+        within: list[Any] = []
+        for holder in gc.get_referrers(*kept):
+            if isinstance(holder, functools._lru_cache_wrapper):
+                holder.cache_clear()
+            elif isinstance(holder, dict) and not _is_namespace(holder):
+                for key in [key for key, value in holder.items() if any(value is one for one in kept)]:
+                    del holder[key]
+            elif type(holder) in (list, tuple) and holder is not kept:
+                within.append(holder)
+        kept = within
+
+
+def _alive(fake: FakeTensorMode) -> list[FakeTensor]:
+    return [held for held in gc.get_objects() if type(held) is FakeTensor and held.fake_mode is fake]
+
+
+def _is_namespace(holder: dict[Any, Any]) -> bool:
+    """Whether it is the variables of a module or the attributes of an object, which nobody expects to vanish."""
+    return any(getattr(owner, "__dict__", None) is holder for owner in gc.get_referrers(holder))

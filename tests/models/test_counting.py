@@ -1,0 +1,239 @@
+"""Counting somebody else's FLOPs leaves no trace in what is trained then, and is asked of nobody who does not know."""
+
+import functools
+import random
+import sys
+import types
+
+import numpy
+import pytest
+import torch
+from conftest import raises
+from torch import nn
+from training.runs import RANDOM_BYTES, TINY, config, fits, result
+
+from fusedmlp.errors import UserError
+from fusedmlp.models import TorchModule
+from fusedmlp.training.run import run
+
+CONTEXT = 8
+# Forward: T (2 * 16 * 64 for each layer of the MLP, 2 * 16 * 256 for the head); the backward pass is twice that.
+FLOPS = 3 * CONTEXT * (2 * 2 * 16 * 64 + 2 * 16 * 256)
+# (T, T) @ (T, 16), forward and the gradient of x.
+MASK_FLOPS = 2 * 2 * CONTEXT * CONTEXT * 16
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, tokens):
+        return self.head(self.mlp(self.mixed(self.embed(tokens))))
+
+    def mixed(self, x):
+        return x
+
+
+def causal(x):
+    return torch.ones(x.shape[1], x.shape[1], device=x.device).tril()
+
+
+class InAttribute(Net):
+    mask = None
+
+    def mixed(self, x):
+        if self.mask is None:
+            self.mask = causal(x)
+        return self.mask @ x
+
+
+class InBuffer(Net):
+    def mixed(self, x):
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", causal(x), persistent=False)
+        return self.mask @ x
+
+
+class InOwnDict(Net):
+    def __init__(self):
+        super().__init__()
+        self.masks = {}
+
+    def mixed(self, x):
+        return self.masks.setdefault(x.shape[1], causal(x)) @ x
+
+
+class InObject(Net):
+    def __init__(self):
+        super().__init__()
+        self.kept = types.SimpleNamespace(mask=None)
+
+    def mixed(self, x):
+        if self.kept.mask is None:
+            self.kept.mask = causal(x)
+        return self.kept.mask @ x
+
+
+MASKS = {}
+
+
+class InGlobalDict(Net):
+    def mixed(self, x):
+        if x.shape[1] not in MASKS:
+            MASKS[x.shape[1]] = (causal(x), None)
+        return MASKS[x.shape[1]][0] @ x
+
+
+@functools.cache
+def kept(length):
+    return torch.ones(length, length).tril()
+
+
+@functools.lru_cache(4)
+def kept_with_others(length):
+    return [torch.ones(length, length).tril()]
+
+
+class InCache(Net):
+    def mixed(self, x):
+        return kept(x.shape[1]) @ x
+
+
+class InBoundedCache(Net):
+    def mixed(self, x):
+        return kept_with_others(x.shape[1])[0] @ x
+
+
+class InGlobalVariable(Net):
+    def mixed(self, x):
+        global THE_MASK
+        if THE_MASK is None:
+            THE_MASK = causal(x)
+        return THE_MASK @ x
+
+
+THE_MASK = None
+
+
+class Counting(Net):
+    calls = 0
+
+    def mixed(self, x):
+        self.calls += 1
+        random.random(), numpy.random.rand(), torch.rand(1)  # noqa: NPY002
+        return x
+
+
+class Normalized(Net):
+    """BatchNorm has no mean of a single value."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.mlp(self.embed(tokens).sum(1))))
+
+
+class Telling(Net):
+    """Says of itself what the test puts here."""
+
+    flops_per_sample = 0
+
+
+@pytest.fixture(autouse=True)
+def networks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "networks", sys.modules[__name__])
+    monkeypatch.setattr(sys.modules[__name__], "THE_MASK", None)
+    for cache in (kept, kept_with_others):
+        cache.cache_clear()
+    MASKS.clear()
+
+
+def made(network) -> TorchModule:
+    return TorchModule(f"networks.{network.__name__}", context=CONTEXT, impl="native")
+
+
+KEEPING = [InAttribute, InBuffer, InOwnDict, InObject, InGlobalDict, InCache, InBoundedCache]
+
+
+@pytest.mark.parametrize("network", KEEPING)
+def test_what_a_network_keeps_of_its_first_pass_is_not_of_the_count(network):
+    model = made(network)
+    assert model.flops_per_sample() == FLOPS + MASK_FLOPS
+    logits = model(torch.randint(0, 256, (3, CONTEXT)))
+    assert type(logits) is torch.Tensor
+    assert logits.sum().isfinite()
+    assert model.flops_per_sample() == FLOPS + MASK_FLOPS, "and what it keeps now does not matter"
+    assert type(model(torch.randint(0, 256, (3, CONTEXT)))) is torch.Tensor
+
+
+def test_what_cannot_be_taken_back_ends_the_run():
+    model = made(InGlobalVariable)
+    model.flops_per_sample()
+    with raises(UserError, "networks.InGlobalVariable", "has kept a tensor", "flops_per_sample"):
+        model(torch.randint(0, 256, (3, CONTEXT)))
+
+
+def test_the_random_numbers_and_the_network_are_as_before():
+    def drawn():
+        return random.random(), numpy.random.rand(), torch.rand(1).item()  # noqa: NPY002
+
+    def seed():
+        random.seed(1)
+        numpy.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    model = made(Counting)
+    seed()
+    without = drawn()
+    seed()
+    assert model.flops_per_sample() == FLOPS
+    assert drawn() == without
+    assert model.net.calls == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_network_that_needs_more_than_one_sample():
+    # Of one position: the sums are no products.
+    assert made(Normalized).flops_per_sample() == 3 * (2 * 2 * 16 * 64 + 2 * 16 * 256)
+
+
+def raising(self):
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("told", "flops"),
+    [
+        (lambda self: 777, 777),
+        (lambda self: numpy.int64(777), 777),
+        (lambda self: torch.tensor(777), 777),
+        (lambda self: 7.5e2, 750),
+        (777, 777),
+        (raising, FLOPS),
+        (lambda self, length: 777 * length, FLOPS),
+        (lambda self: "many", FLOPS),
+        (lambda self: -1, FLOPS),
+        (lambda self: float("nan"), FLOPS),
+        (None, FLOPS),
+    ],
+)
+def test_what_a_network_says_of_itself_counts_where_it_is_a_number(monkeypatch, told, flops):
+    monkeypatch.setattr(Telling, "flops_per_sample", told)
+    found = made(Telling).flops_per_sample()
+    assert (found, type(found)) == (flops, int)
+
+
+@fits
+def test_a_network_that_keeps_a_mask_learns(tmp_path):
+    overrides = [override for override in (*TINY, *RANDOM_BYTES) if "num_layers" not in override]
+    overrides += [
+        f"data.cache_dir={tmp_path / 'cache'}", "model=torch_module", "model.target=networks.InAttribute",
+        "model.context=8",
+    ]  # fmt: skip
+    assert run(config(*overrides), tmp_path / "run", overrides)[1].status == "completed"
+    assert result(tmp_path / "run")["final_train_loss"] > 4
