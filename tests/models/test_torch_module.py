@@ -133,6 +133,12 @@ def theirs(form):
         (lambda: theirs("integers"), ["torch.int64 without a gradient", "floating-point"]),
         (lambda: TorchModule("torch.nn.LazyLinear", {"out_features": 256}), ["weight has no values", "lazy"]),
         (
+            lambda: TorchModule(
+                "torch.nn.Embedding", {"num_embeddings": 256, "embedding_dim": 256, "sparse": True}, replace=False
+            ),
+            ["torch.nn.Embedding", "sparse=True", "AdamW", "sparse=False"],
+        ),
+        (
             lambda: TorchModule("torch.nn.Linear", {"in_features": 8, "out_features": 256, "device": "meta"}),
             ["weight has no values", "device=meta"],
         ),
