@@ -26,7 +26,8 @@ def build_optimizer(model: nn.Module, options: TrainerOptions) -> torch.optim.Ad
     betas = options.beta1, options.beta2
     if resolve_adamw(options.adamw, parameters) == "triton":
         return TritonAdamW(groups, lr=options.learning_rate, betas=betas, max_grad_norm=options.max_grad_norm)
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    # Complex parameters have no fused form.
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=betas, fused=fused)
 
 

@@ -69,3 +69,12 @@ def test_on_a_gpu_triton_is_used_where_it_can_be(options):
         (torch.float64, torch.optim.AdamW),
     ):
         assert type(build_optimizer(torch.nn.Linear(2, 2, device="cuda", dtype=dtype), options)) is wanted
+
+
+def test_complex_parameters_which_have_no_fused_form_are_optimized(options):
+    model = torch.nn.Linear(2, 2)
+    model.phase = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = build_optimizer(model, options)
+    (model(torch.ones(1, 2)).sum() + (model.phase * 1j).real.sum()).backward()
+    optimizer.step()
+    assert (model.phase != 1).all()
