@@ -141,8 +141,8 @@ def build(target: str, kwargs: Mapping[str, Any]) -> nn.Module:
     for name, module in net.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise UserError(
-                f"model.target={target}: {name or 'it'}, of type {type(module).__name__}, has sparse=True, and AdamW takes "
-                "no sparse gradients; build it with sparse=False"
+                f"model.target={target}: {name or 'it'}, of type {type(module).__name__}, has sparse=True, and AdamW "
+                "takes no sparse gradients; build it with sparse=False"
             )
     return net
 
