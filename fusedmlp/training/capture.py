@@ -20,6 +20,7 @@ from torch import Tensor
 from fusedmlp import auto
 from fusedmlp.errors import UserError
 from fusedmlp.training.capture_choice import Probe, worthwhile
+from fusedmlp.training.capture_watch import watch_host
 from fusedmlp.training.cuda_graph import CudaGraphs, Replayable, Staging
 from fusedmlp.training.step import Batch, TrainStep, to_device
 
@@ -62,6 +63,7 @@ class StepCapture:
         self._graphs = graphs
         self._warming = requested is not False
         self._waits: list[str] = []
+        self._host_work: list[str] = []
         self._probe: Probe | None = None
         self._probes: list[Probe] = []
         self._recorded: dict[tuple[bool, bool], Replayable] = {}
@@ -133,7 +135,7 @@ class StepCapture:
             began = perf_counter()
             # The last warm-up step: what the first ones compile and tune they may wait for.
             if self.eager + (not last) == WARMUP_STEPS:
-                with graphs.watch(self._waits):
+                with graphs.watch(self._waits), watch_host(self.step.model, self._host_work):
                     sizes = self.step.micro_step(*batch, last=last)
             else:
                 sizes = self.step.micro_step(*batch, last=last)
@@ -148,6 +150,8 @@ class StepCapture:
             self.launch_ms, self.gpu_ms = fastest.launch_ms, fastest.gpu_ms
         if self._waits:
             return self._refuse(f"in every step the host waits for the GPU, at {self._waits[0]}")
+        if self._host_work:
+            return self._refuse(f"every step {self._host_work[0]}")
         reason = None
         if self.launch_ms is not None and self.gpu_ms is not None:
             reason = (

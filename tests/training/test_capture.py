@@ -2,13 +2,16 @@
 
 import contextlib
 import functools
+import random
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import Callback
 from training.runs import curve, fits, result, rows, train
 
 from fusedmlp import impls
+from fusedmlp.models import MLPLanguageModel
 from fusedmlp.training import capture, data_windows, step, task
 from fusedmlp.training.capture_choice import obstacle
 from fusedmlp.training.cuda_graph import Staging
@@ -225,6 +228,55 @@ def test_what_only_the_step_can_tell(tmp_path, graphs, monkeypatch, name, value,
     assert words in result(tmp_path / "auto")["cuda_graph"]["reason"]
     assert curve(tmp_path / "auto") == curve(tmp_path / "eager")
     assert graphs.last.given_up == 1
+
+
+def draws(network):
+    random.random()
+
+
+def draws_from_numpy(network):
+    numpy.random.rand()  # noqa: NPY002
+
+
+def draws_from_torch(network):
+    torch.rand([])
+
+
+def rebinds(network):
+    network.head.seen = network.head.seen + 1
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (draws, "draws random numbers on the CPU, from Python's random"),
+        (draws_from_numpy, "draws random numbers on the CPU, from numpy.random"),
+        (draws_from_torch, "draws random numbers on the CPU, from torch"),
+        (rebinds, "puts another tensor in the place of the buffer head.seen"),
+    ],
+)
+def test_what_a_graph_would_not_do_anew(tmp_path, graphs, monkeypatch, work, words):
+    """Layers that are dropped at random, for example: the graph would drop those of the step that was recorded."""
+    forward, init = MLPLanguageModel.forward, MLPLanguageModel.__init__
+
+    def with_buffer(self, *args, **keywords):
+        init(self, *args, **keywords)
+        self.head.register_buffer("seen", torch.zeros(()))
+
+    def working(self, tokens):
+        work(self)
+        return forward(self, tokens)
+
+    monkeypatch.setattr(MLPLanguageModel, "__init__", with_buffer)
+    assert train(tmp_path / "captured", *CAPTURED).status == "completed"
+    monkeypatch.setattr(MLPLanguageModel, "forward", working)
+    ending = train(tmp_path / "asked", *CAPTURED)
+    assert (ending.status, ending.bug) == ("failed", False)
+    assert words in ending.reason
+    assert list(curve(tmp_path / "asked")) == [1, 2, 3], "nothing computed is lost"
+    assert train(tmp_path / "auto", "trainer.max_steps=8").status == "completed"
+    assert words in result(tmp_path / "auto")["cuda_graph"]["reason"]
+    assert graphs.last.recordings == []
 
 
 @pytest.mark.parametrize("odd", [12, 13])

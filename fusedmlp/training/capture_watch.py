@@ -1,0 +1,37 @@
+"""What a step does on the host that a CUDA graph, which holds the work of the GPU, would not do in every replay."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+
+@contextmanager
+def watch_host(model: nn.Module, found: list[str]) -> Iterator[None]:
+    """Appends to `found` what happens inside, in words: random numbers drawn on the CPU, buffers that are replaced.
+
+    Nothing of that fails in a recording. Layers that are dropped at random would from then on be always those that were
+    dropped in the step that was recorded, and a mean that is kept in a buffer would not go on.
+    """
+    states, buffers = _random_states(), dict(model.named_buffers())
+    yield
+    for name, state in _random_states().items():
+        if state != states[name]:
+            found.append(f"draws random numbers on the CPU, from {name}, and a replay would not")
+    for name, buffer in model.named_buffers():
+        if name in buffers and buffer is not buffers[name]:
+            found.append(f"puts another tensor in the place of the buffer {name}, and a replay would not")
+
+
+def _random_states() -> dict[str, Any]:
+    # The legacy generator is the one that numpy.random's functions draw from.
+    state: Any = numpy.random.get_state()  # noqa: NPY002
+    return {
+        "Python's random": random.getstate(),
+        "numpy.random": (state[1].tobytes(), state[2]),
+        "torch": torch.get_rng_state().tolist(),
+    }
