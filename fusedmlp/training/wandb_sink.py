@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class WandbSink:
         without: str = "training goes on",
     ):
         self._warn, self._without, self._run = warn, without, None
+        self._service_lost = False
         self.folder: Path | None = None
         if options.mode == "disabled":
             return
@@ -83,6 +85,13 @@ class WandbSink:
             self._call("summary.update", dict(summary))
             self._call("finish", exit_code=exit_code)
             self._run = None
+        if self._service_lost:
+            self._service_lost = False
+            # The next run would ask it again, and W&B's own ending of the process would fail with a traceback.
+            with suppress(Exception):
+                import wandb
+
+                wandb.teardown()
 
     def show(self, make: Callable[[Any], dict[str, Any]]) -> None:
         """Logs tables and pictures by name, which `make` makes with the module wandb."""
@@ -110,6 +119,7 @@ class WandbSink:
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
+        self._service_lost = isinstance(error, ConnectionError)
         log.warning("Weights & Biases stopped", exc_info=error)
         # Of an environment variable that W&B cannot read, the first line says nothing but that there is one.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,8 +1,10 @@
 """Offline W&B runs: readable, marked as they ended, and never in the way of training."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from training.runs import fits, result, rows, train
@@ -90,3 +92,49 @@ def test_training_goes_on_when_wandb_breaks_on_the_way(tmp_path, monkeypatch, ca
     assert train(tmp_path / "run", *OFFLINE).status == "completed"
     assert broken.calls == 1
     assert capsys.readouterr().out.count("warning: no Weights & Biases log (the service went away)") == 1
+
+
+KILLING = """
+import os, signal, sys
+from pathlib import Path
+
+from fusedmlp.training.options import LoggerOptions
+from fusedmlp.training.wandb_sink import WandbSink
+
+
+def sink(name):
+    folder = Path(sys.argv[1], name)
+    folder.mkdir()
+    return WandbSink(LoggerOptions("offline", "fusedmlp", None, []), folder, name, "native", None, {}, print)
+
+
+killed = sink("killed")
+killed.write({"step": 1})
+for process in Path("/proc").glob("[0-9]*"):
+    try:
+        command = (process / "cmdline").read_bytes().split(b"\\0")
+    except OSError:
+        continue
+    if b"wandb-core" in command[0] and str(os.getpid()).encode() in command:
+        os.kill(int(process.name), signal.SIGKILL)
+while killed._run is not None:
+    killed.write({"step": 2})
+killed.finish({}, 0)
+after = sink("after")
+after.write({"step": 1})
+after.finish({}, 0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for the process in /proc")
+def test_a_service_that_was_killed_is_another_one_for_the_next_run(tmp_path):
+    """As when memory runs out. W&B itself would end the process with a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLING, str(tmp_path)], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("warning: no Weights & Biases log") == 1
+    assert "Traceback" not in done.stderr.partition("Weights & Biases stopped")[0]
+    assert "teardown" not in done.stderr
+    assert summary(tmp_path / "after")["state"] == "finished"
