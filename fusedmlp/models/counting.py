@@ -54,7 +54,7 @@ def counted_flops(model: nn.Module, length: int, title: str) -> int | None:
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with _random_state_kept():
+        with _random_state_kept(), _silenced(logging.getLogger("torch._subclasses.fake_tensor")):
             return _count(model, length, fake) or None
     except Exception:  # whatever somebody else's module asks of its tensors that they do not have
         log.warning("the FLOPs of %s cannot be counted, so TFLOP/s are left out", title, exc_info=True)
@@ -91,6 +91,16 @@ def _random_state_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(legacy)  # noqa: NPY002
+
+
+@contextmanager
+def _silenced(logger: logging.Logger) -> Iterator[None]:
+    """PyTorch reports as an error, with a traceback, what it raises besides."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _forget(fake: FakeTensorMode) -> None:

@@ -1,6 +1,7 @@
 """Counting somebody else's FLOPs leaves no trace in what is trained then, and is asked of nobody who does not know."""
 
 import functools
+import logging
 import random
 import sys
 import types
@@ -138,6 +139,11 @@ class Normalized(Net):
         return self.head(self.norm(self.mlp(self.embed(tokens).sum(1))))
 
 
+class Impossible(Net):
+    def mixed(self, x):
+        return x @ x
+
+
 class Telling(Net):
     """Says of itself what the test puts here."""
 
@@ -200,6 +206,12 @@ def test_the_random_numbers_and_the_network_are_as_before():
 def test_a_network_that_needs_more_than_one_sample():
     # Of one position: the sums are no products.
     assert made(Normalized).flops_per_sample() == 3 * (2 * 2 * 16 * 64 + 2 * 16 * 256)
+
+
+def test_what_cannot_be_counted_is_one_warning(caplog):
+    assert made(Impossible).flops_per_sample() is None
+    assert [record.name for record in caplog.records if record.levelname != "INFO"] == ["fusedmlp.models.counting"]
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
 
 def raising(self):
