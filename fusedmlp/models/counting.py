@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -47,7 +47,14 @@ def told_flops(net: nn.Module, title: str) -> int | None:
     return int(value)
 
 
-def counted_flops(model: nn.Module, length: int, title: str) -> int | None:
+class Count(NamedTuple):
+    """FLOPs of a sample, and those of them that are convolutions'."""
+
+    flops: int
+    convolutions: int
+
+
+def counted_flops(model: nn.Module, length: int, title: str) -> Count | None:
     """FLOPs of forward and backward pass on a sample of `length` tokens, in products as impl=native has them.
 
     None where the module does not run on tensors without memory.
@@ -55,7 +62,8 @@ def counted_flops(model: nn.Module, length: int, title: str) -> int | None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with _random_state_kept(), _silenced(logging.getLogger("torch._subclasses.fake_tensor")):
-            return _count(model, length, fake) or None
+            count = _count(model, length, fake)
+            return count if count.flops else None
     except Exception:  # whatever somebody else's module asks of its tensors that they do not have
         log.warning("the FLOPs of %s cannot be counted, so TFLOP/s are left out", title, exc_info=True)
         return None
@@ -68,7 +76,7 @@ def without_memory(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> int:
+def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:
     with fake, sdpa_kernel(SDPBackend.MATH):
         with FakeCopyMode(fake):
             model = copy.deepcopy(model)
@@ -79,7 +87,9 @@ def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> int:
         tokens = torch.zeros(_SAMPLES, length, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             model(tokens).float().sum().backward()
-    return counter.get_total_flops() // _SAMPLES
+    by_operation = counter.get_flop_counts().get("Global", {})
+    convolutions = sum(flops for operation, flops in by_operation.items() if "convolution" in str(operation))
+    return Count(counter.get_total_flops() // _SAMPLES, convolutions // _SAMPLES)
 
 
 @contextmanager

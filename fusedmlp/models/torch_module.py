@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 
 from fusedmlp.errors import UserError
@@ -42,6 +43,7 @@ class TorchModule(nn.Module):
         impl: of the modules put in.
     Attributes:
         net: the module.  report: what was replaced, or None.  title: what was built, for the record.
+        convolution_share: of the FLOPs, once they are counted; 1 where the module tells them and has convolutions.
     Shape: tokens (B, T) int64 -> logits (B, P, V); (B, V) from the module counts as P = 1, the token after the window.
     Raises: UserError where the target cannot be built; ValueError for a size.
     """
@@ -69,6 +71,7 @@ class TorchModule(nn.Module):
                 raise ValueError(f"image_shape={image_shape} must be [channels, height, width] of product {context=}")
         self.context, self.vocab_size, self.inputs, self.image_shape = context, vocab_size, inputs, image_shape
         self.title = target
+        self.convolution_share = 0.0
         self.net = build(target, kwargs or {})
         self.report: Replacement | None = replace_modules(self.net, impl) if replace else None
 
@@ -114,7 +117,14 @@ class TorchModule(nn.Module):
         implementation. None where the module does not run like that.
         """
         own = told_flops(self.net, self.title)
-        return counted_flops(self, self.context, self.title) if own is None else own
+        if own is not None:
+            self.convolution_share = float(any(isinstance(module, _ConvNd) for module in self.net.modules()))
+            return own
+        count = counted_flops(self, self.context, self.title)
+        if count is None:
+            return None
+        self.convolution_share = count.convolutions / count.flops
+        return count.flops
 
 
 def build(target: str, kwargs: Mapping[str, Any]) -> nn.Module:

@@ -88,15 +88,27 @@ def matmul_dtype(precision: str) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
 
 
-def find_peak(gpu: str | None, precision: str, configured: float | None) -> Peak:
-    """The peak of a run.
+def convolution_dtype(precision: str) -> str:
+    """What the convolutions of such a run are computed from: in fp32, cuDNN's are TF32 unless that is forbidden."""
+    dtype, cudnn = matmul_dtype(precision), torch.backends.cudnn
+    return "tf32" if dtype == "fp32" and cudnn.conv.fp32_precision == "tf32" else dtype  # type: ignore[attr-defined]
+
+
+def find_peak(gpu: str | None, precision: str, configured: float | None, convolutions: float = 0.0) -> Peak:
+    """The peak of a run: the rate at which its FLOPs would be done, each kind at its own peak.
 
     Args:
         gpu: the GPU's name; None on a CPU, which has no peak in the table.
         precision: Lightning's, decided: "32-true", "bf16-mixed" or "bf16-true".
         configured: `trainer.peak_tflops`, which wins.
+        convolutions: their share of the FLOPs.
     """
     if configured is not None:
         return Peak(configured, "config")
-    tflops = None if gpu is None else table_tflops(gpu, matmul_dtype(precision))
-    return Peak(tflops, None if tflops is None else "table")
+    products = None if gpu is None else table_tflops(gpu, matmul_dtype(precision))
+    if gpu is None or products is None:
+        return Peak()
+    rate = table_tflops(gpu, convolution_dtype(precision))
+    if rate is None or rate == products:
+        return Peak(products, "table")
+    return Peak(1 / ((1 - convolutions) / products + convolutions / rate), "table")

@@ -239,14 +239,15 @@ class Run:
         """FLOPs of a sample and the peak rate, with one warning for a GPU whose peak is not known."""
         gpu = self.result.fields["environment"]["gpu"]
         precision = choose_precision(options.precision, self.device)
-        peak = find_peak(gpu, precision, options.peak_tflops)
+        # A model of the user's own may do without.
+        count = getattr(model, "flops_per_sample", None)
+        flops = None if count is None else count()
+        peak = find_peak(gpu, precision, options.peak_tflops, getattr(model, "convolution_share", 0.0))
         if gpu is not None and peak.tflops is None:
             warning = f"no peak rate is known of {gpu}, so MFU is left out; give it with trainer.peak_tflops"
             log.warning(warning)
             self.progress.say(f"warning: {warning}")
-        # A model of the user's own may do without.
-        count = getattr(model, "flops_per_sample", None)
-        return Cost(None if count is None else count(), peak, self.peers.place.world_size)
+        return Cost(flops, peak, self.peers.place.world_size)
 
     def _resume(self, options: TrainerOptions) -> tuple[Path | None, int]:
         if self.config["resume"] is None:

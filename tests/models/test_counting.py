@@ -139,6 +139,15 @@ class Normalized(Net):
         return self.head(self.norm(self.mlp(self.embed(tokens).sum(1))))
 
 
+class Convolving(Net):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+    def mixed(self, x):
+        return self.conv(x.mT).mT
+
+
 class Impossible(Net):
     def mixed(self, x):
         return x @ x
@@ -206,6 +215,19 @@ def test_the_random_numbers_and_the_network_are_as_before():
 def test_a_network_that_needs_more_than_one_sample():
     # Of one position: the sums are no products.
     assert made(Normalized).flops_per_sample() == 3 * (2 * 2 * 16 * 64 + 2 * 16 * 256)
+
+
+def test_the_share_of_convolutions(monkeypatch):
+    model = made(Convolving)
+    convolutions = 3 * CONTEXT * 2 * 16 * 16 * 3
+    assert model.convolution_share == 0, "until it is counted"
+    assert model.flops_per_sample() == FLOPS + convolutions
+    assert model.convolution_share == pytest.approx(convolutions / (FLOPS + convolutions))
+    monkeypatch.setattr(Convolving, "flops_per_sample", 777, raising=False)
+    assert (model.flops_per_sample(), model.convolution_share) == (777, 1), "not known, so no peak that is too low"
+    monkeypatch.setattr(Telling, "flops_per_sample", 777)
+    model = made(Telling)
+    assert (model.flops_per_sample(), model.convolution_share) == (777, 0)
 
 
 def test_what_cannot_be_counted_is_one_warning(caplog):

@@ -75,6 +75,18 @@ def test_tf32_is_off_unless_it_is_allowed():
     assert matmul_dtype("32-true") == "fp32"
 
 
+def test_convolutions_in_fp32_are_tf32_unless_that_is_forbidden(monkeypatch):
+    """cuDNN's are by default: against the peak of fp32 a ResNet would have an MFU above 100 %."""
+    a100 = "NVIDIA A100-SXM4-80GB"
+    assert find_peak(a100, "32-true", None, convolutions=1.0) == Peak(156, "table")
+    # A quarter of the work takes 1/8 of the time.
+    assert find_peak(a100, "32-true", None, 0.25).tflops == pytest.approx(1 / (0.75 / 19.5 + 0.25 / 156))
+    assert find_peak(a100, "bf16-mixed", None, 0.25) == Peak(312, "table")
+    assert find_peak("a GPU of tomorrow", "32-true", None, 0.25) == Peak(None, None)
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision="ieee"))
+    assert find_peak(a100, "32-true", None, 0.25) == Peak(19.5, "table")
+
+
 def test_the_config_wins_on_any_device():
     for gpu in ("NVIDIA H200", "a GPU of tomorrow", None):
         assert find_peak(gpu, "bf16-mixed", 123.0) == Peak(123.0, "config")
