@@ -216,6 +216,7 @@ class StepCapture:
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         """Raises: UserError unless it is "auto" that captured."""
+        self.reason = reason
         if self.requested is True:
             raise UserError(
                 f"trainer.cuda_graph=true: the step cannot be captured: {reason}; with auto or false the run goes on "

@@ -224,6 +224,7 @@ def test_what_only_the_step_can_tell(tmp_path, graphs, monkeypatch, name, value,
     assert (ending.status, ending.bug) == ("failed", False)
     assert words in ending.reason
     assert list(curve(tmp_path / "asked")) == [1, 2, 3], "nothing computed is lost"
+    assert words in result(tmp_path / "asked")["cuda_graph"]["reason"]
     assert train(tmp_path / "auto", "trainer.max_steps=8", "trainer.accumulate=2").status == "completed"
     assert words in result(tmp_path / "auto")["cuda_graph"]["reason"]
     assert curve(tmp_path / "auto") == curve(tmp_path / "eager")
