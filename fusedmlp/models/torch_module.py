@@ -73,6 +73,7 @@ class TorchModule(nn.Module):
         self.title = target
         self.convolution_share = 0.0
         self.net = build(target, kwargs or {})
+        _require_tables(self.net, target, context, vocab_size)
         self.report: Replacement | None = replace_modules(self.net, impl) if replace else None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -155,6 +156,31 @@ def build(target: str, kwargs: Mapping[str, Any]) -> nn.Module:
                 "takes no sparse gradients; build it with sparse=False"
             )
     return net
+
+
+def _require_tables(net: Any, target: str, context: int, vocab_size: int) -> None:
+    """Raises: UserError if a Hugging Face model has fewer tokens or learned positions than a window has.
+
+    On a GPU its lookup would fail in a kernel, later, and take all that was computed with it.
+    """
+    tokens = None
+    with suppress(Exception):  # models of other inputs have none, and say so in several ways
+        tokens = net.get_input_embeddings()
+    if isinstance(tokens, nn.Embedding) and tokens.num_embeddings < vocab_size:
+        raise UserError(
+            f"model.vocab_size={vocab_size} is more than the {tokens.num_embeddings} tokens that {target} has; give "
+            f"+model.kwargs.vocab_size={vocab_size}"
+        )
+    positions = getattr(getattr(net, "config", None), "max_position_embeddings", None)
+    if not isinstance(positions, int) or context <= positions:
+        return
+    # Some keep two more, for padding; rotary positions have no table and no end.
+    tables = [m for m in net.modules() if isinstance(m, nn.Embedding) and m is not tokens]
+    if any(table.num_embeddings in (positions, positions + 2) for table in tables):
+        raise UserError(
+            f"model.context={context} is more than the {positions} positions of {target}; give "
+            f"+model.kwargs.max_position_embeddings={context}"
+        )
 
 
 def _imported(path: str, **kwargs: Any) -> Any:

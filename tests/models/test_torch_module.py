@@ -13,6 +13,8 @@ from fusedmlp.models import GPT, TorchModule
 from fusedmlp.training.run import run
 
 NETWORK = """
+import types
+
 import torch
 from torch import nn
 
@@ -44,6 +46,15 @@ class Picture(nn.Module):
         assert images.shape[1:] == (3, 4, 4) and images.dtype == self.head.weight.dtype
         assert -1 <= images.min() and images.max() <= 1
         return self.head(self.conv(images).mean((2, 3)))
+
+class LikeHuggingFace(nn.Module):
+    def __init__(self, positions=8, tokens=256):
+        super().__init__()
+        self.config = types.SimpleNamespace(max_position_embeddings=positions)
+        self.wte, self.wpe, self.head = nn.Embedding(tokens, 4), nn.Embedding(positions, 4), nn.Linear(4, 256)
+
+    def get_input_embeddings(self):
+        return self.wte
 
 def raises():
     raise OSError("no such thing")
@@ -131,6 +142,14 @@ def theirs(form):
         (lambda: theirs("nothing"), ["(1, 0, 256)", "at most 8 positions"]),
         (lambda: theirs("detached"), ["torch.float32 without a gradient", "not detached"]),
         (lambda: theirs("integers"), ["torch.int64 without a gradient", "floating-point"]),
+        (
+            lambda: TorchModule("their_networks.LikeHuggingFace", context=16),
+            ["model.context=16", "the 8 positions of their_networks.LikeHuggingFace", "max_position_embeddings=16"],
+        ),
+        (
+            lambda: TorchModule("their_networks.LikeHuggingFace", {"tokens": 255}, context=8),
+            ["model.vocab_size=256", "the 255 tokens that their_networks.LikeHuggingFace", "vocab_size=256"],
+        ),
         (lambda: TorchModule("torch.nn.LazyLinear", {"out_features": 256}), ["weight has no values", "lazy"]),
         (
             lambda: TorchModule(
@@ -205,6 +224,8 @@ def test_libraries_models_by_name(target, kwargs, library, tmp_path):
     assert len(model.report) == 1
     assert model.flops_per_sample() > 0
     if target == "hf:gpt2":
+        with raises(UserError, "model.context=2000", "the 1024 positions of hf:gpt2"):
+            TorchModule(target, kwargs, context=2000)
         model.net.config.save_pretrained(tmp_path)
         again = TorchModule(f"hf:{tmp_path}")
         assert again(tokens).shape == (2, 128, 256)
