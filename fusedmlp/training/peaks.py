@@ -39,11 +39,15 @@ _H100_NVL = Rates(60, 417.5, 835.5)  # NVIDIA H100 datasheet, H100 NVL: 60, 835 
 _H200_SXM = Rates(67, 494.5, 989)  # NVIDIA H200 datasheet, H200 SXM: 67, 989 and 1,979 with sparsity
 _H200_NVL = Rates(60, 417.5, 835.5)  # NVIDIA H200 datasheet, H200 NVL: 60, 835 and 1,671 with sparsity
 _B200 = Rates(75, 1125, 2250)  # NVIDIA HGX B200 datasheet: 600, 18,000 and 36,000 with sparsity for 8 GPUs
+_GH200 = Rates(67, 494.5, 989)  # NVIDIA GH200 datasheet: 67, 989 and 1,979 with sparsity
+_GB200 = Rates(80, 1250, 2500)  # NVIDIA DGX GB200 and HGX B200 datasheet, one GPU: 80, 2,500 and 5,000 with sparsity
 _L4 = Rates(30.3, 60, 121)  # NVIDIA L4 datasheet: 30.3, 120 and 242 with sparsity
 _L40S = Rates(91.6, 183, 362)  # NVIDIA L40S datasheet
+_RTX_6000_ADA = Rates(91.1, 182.1, 364.2)  # NVIDIA RTX 6000 Ada datasheet: 91.1, and 1,457 in fp8 with sparsity
 _RTX_4090 = Rates(82.6, 82.6, 165.2)  # NVIDIA Ada GPU architecture whitepaper, appendix A
 _RTX_5090 = Rates(104.8, 104.8, 209.5)  # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
 _MI300X = Rates(163.4, 653.7, 1307.4)  # AMD Instinct MI300X datasheet; matrix cores in fp32 too
+_MI325X = Rates(163.4, 653.7, 1307.4)  # AMD Instinct MI325X datasheet
 
 _RATES = {
     "NVIDIA A100-SXM4-40GB": _A100,
@@ -59,11 +63,17 @@ _RATES = {
     "NVIDIA H200": _H200_SXM,
     "NVIDIA H200 NVL": _H200_NVL,
     "NVIDIA B200": _B200,
+    "NVIDIA GH200 120GB": _GH200,
+    "NVIDIA GH200 480GB": _GH200,
+    "NVIDIA GH200 144G HBM3e": _GH200,
+    "NVIDIA GB200": _GB200,
     "NVIDIA L4": _L4,
     "NVIDIA L40S": _L40S,
+    "NVIDIA RTX 6000 Ada Generation": _RTX_6000_ADA,
     "NVIDIA GeForce RTX 4090": _RTX_4090,
     "NVIDIA GeForce RTX 5090": _RTX_5090,
     "AMD Instinct MI300X": _MI300X,
+    "AMD Instinct MI325X": _MI325X,
 }
 
 
