@@ -136,6 +136,8 @@ class LiveProgress:
             self._live.update(Text(self._status.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def say(self, line: str) -> None:
+        # The console repeats the live line as it was drawn last below.
+        self._draw()
         self._console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:

@@ -77,6 +77,19 @@ def test_a_terminal_gets_one_line_that_changes(now):
     assert out.getvalue().count("validation") == 1
 
 
+def test_a_line_of_its_own_is_followed_by_the_step_of_the_moment(now):
+    out = io.StringIO()
+    shown = LiveProgress(Console(file=out, force_terminal=True, width=120))
+    shown.begin(0, 100)
+    now[0] = 10.0
+    shown.tick(1)
+    for step in range(2, 26):
+        shown.tick(step)
+    shown.write({"step": 25, "val/loss": 2.25})
+    assert "step  25/100" in out.getvalue().partition("step 25: validation loss")[2]
+    shown.close()
+
+
 def test_a_narrow_terminal_keeps_one_line_and_its_beginning(now):
     out = io.StringIO()
     shown = LiveProgress(Console(file=out, force_terminal=True, width=60))
