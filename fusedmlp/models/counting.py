@@ -76,20 +76,58 @@ def without_memory(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+class _Counter(FlopCounterMode):
+    """Leaves out what activation checkpointing computes once more in the backward pass, with gradients on."""
+
+    in_backward = False
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if self.in_backward and torch.is_grad_enabled():
+            return out
+        return super()._count_flops(func_packet, out, args, kwargs)
+
+
 def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:
-    with fake, sdpa_kernel(SDPBackend.MATH):
-        with FakeCopyMode(fake):
-            model = copy.deepcopy(model)
+    with fake, sdpa_kernel(SDPBackend.MATH), _without_mkldnn():
+        model = _copied(model, fake)
         for module in model.modules():
             # The counter knows the operations of this one.
             if getattr(module, "impl", None) in impls.names():
                 module.impl = "native"  # type: ignore[assignment]
         tokens = torch.zeros(_SAMPLES, length, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            model(tokens).float().sum().backward()
+        with _Counter(display=False) as counter:
+            loss = model(tokens).float().sum()
+            counter.in_backward = True
+            loss.backward()
     by_operation = counter.get_flop_counts().get("Global", {})
     convolutions = sum(flops for operation, flops in by_operation.items() if "convolution" in str(operation))
     return Count(counter.get_total_flops() // _SAMPLES, convolutions // _SAMPLES)
+
+
+def _copied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """A copy without memory, which shares what cannot be copied, such as a lock."""
+    memo: dict[int, Any] = {}
+    with FakeCopyMode(fake):
+        for module in reversed(list(model.modules())):
+            for name, value in vars(module).items():
+                if name in ("_parameters", "_buffers", "_modules"):
+                    continue
+                try:
+                    copy.deepcopy(value, memo)
+                except Exception:  # what it raises depends on the object
+                    memo[id(value)] = value
+        return copy.deepcopy(model, memo)
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """It does all of a recurrent network in one operation, which the counter does not know."""
+    mkldnn: Any = torch.backends.mkldnn
+    before, mkldnn.enabled = mkldnn.enabled, False
+    try:
+        yield
+    finally:
+        mkldnn.enabled = before
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import functools
 import logging
 import random
 import sys
+import threading
 import types
 
 import numpy
@@ -11,6 +12,7 @@ import pytest
 import torch
 from conftest import raises
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training.runs import RANDOM_BYTES, TINY, config, fits, result
 
 from fusedmlp.errors import UserError
@@ -148,6 +150,40 @@ class Convolving(Net):
         return self.conv(x.mT).mT
 
 
+class Recomputing(Net):
+    """Activation checkpointing computes the forward pass once more; MFU does not count that."""
+
+    reentrant = False
+
+    def mixed(self, x):
+        return checkpoint(self.mlp, x, use_reentrant=self.reentrant)
+
+
+class RecomputingReentrantly(Recomputing):
+    reentrant = True
+
+
+class Recurrent(Net):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.LSTM(16, 16, batch_first=True)
+
+    def mixed(self, x):
+        return self.recurrent(x)[0]
+
+
+class Uncopyable(Net):
+    def __init__(self):
+        super().__init__()
+        self.mlp.lock, self.generator = threading.Lock(), torch.Generator()
+        self.mask = None
+
+    def mixed(self, x):
+        if self.mask is None:
+            self.mask = causal(x)
+        return self.mask @ x
+
+
 class Impossible(Net):
     def mixed(self, x):
         return x @ x
@@ -215,6 +251,23 @@ def test_the_random_numbers_and_the_network_are_as_before():
 def test_a_network_that_needs_more_than_one_sample():
     # Of one position: the sums are no products.
     assert made(Normalized).flops_per_sample() == 3 * (2 * 2 * 16 * 64 + 2 * 16 * 256)
+
+
+@pytest.mark.parametrize("network", [Recomputing, RecomputingReentrantly])
+def test_what_is_computed_once_more_in_the_backward_pass_does_not_count(network):
+    assert made(network).flops_per_sample() == FLOPS + 3 * CONTEXT * 2 * 2 * 16 * 64
+
+
+def test_the_products_within_a_recurrent_network_count():
+    # Four gates of x and of h, at each position; no gradient of the first h is needed.
+    gates = 2 * 4 * 16 * 16
+    assert made(Recurrent).flops_per_sample() == FLOPS + CONTEXT * 2 * 3 * gates - gates
+
+
+def test_what_cannot_be_copied_is_shared_with_the_copy():
+    model = made(Uncopyable)
+    assert model.flops_per_sample() == FLOPS + MASK_FLOPS
+    assert model.net.mask is None
 
 
 def test_the_share_of_convolutions(monkeypatch):
