@@ -48,9 +48,10 @@ def told_flops(net: nn.Module, title: str) -> int | None:
 
 
 class Count(NamedTuple):
-    """FLOPs of a sample, and those of them that are convolutions'."""
+    """FLOPs of a sample; those of them that have 16-bit factors, and of the others those of convolutions."""
 
     flops: int
+    half: int
     convolutions: int
 
 
@@ -80,10 +81,18 @@ class _Counter(FlopCounterMode):
     """Leaves out what activation checkpointing computes once more in the backward pass, with gradients on."""
 
     in_backward = False
+    half = convolutions = 0
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if self.in_backward and torch.is_grad_enabled():
             return out
+        if func_packet in self.flop_registry:
+            flops: Any = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+            dtype = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
+            if dtype in (torch.bfloat16, torch.float16):
+                self.half += flops
+            elif "convolution" in str(func_packet):
+                self.convolutions += flops
         return super()._count_flops(func_packet, out, args, kwargs)
 
 
@@ -99,9 +108,7 @@ def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:
             loss = model(tokens).float().sum()
             counter.in_backward = True
             loss.backward()
-    by_operation = counter.get_flop_counts().get("Global", {})
-    convolutions = sum(flops for operation, flops in by_operation.items() if "convolution" in str(operation))
-    return Count(counter.get_total_flops() // _SAMPLES, convolutions // _SAMPLES)
+    return Count(*(total // _SAMPLES for total in (counter.get_total_flops(), counter.half, counter.convolutions)))
 
 
 def _copied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

@@ -43,7 +43,8 @@ class TorchModule(nn.Module):
         impl: of the modules put in.
     Attributes:
         net: the module.  report: what was replaced, or None.  title: what was built, for the record.
-        convolution_share: of the FLOPs, once they are counted; 1 where the module tells them and has convolutions.
+        convolution_share, half_share: of the FLOPs, once they are counted: convolutions, and what else has 16-bit
+            factors. 1 where the module tells its FLOPs and has convolutions, or parameters of 16 bits.
     Shape: tokens (B, T) int64 -> logits (B, P, V); (B, V) from the module counts as P = 1, the token after the window.
     Raises: UserError where the target cannot be built; ValueError for a size.
     """
@@ -71,7 +72,7 @@ class TorchModule(nn.Module):
                 raise ValueError(f"image_shape={image_shape} must be [channels, height, width] of product {context=}")
         self.context, self.vocab_size, self.inputs, self.image_shape = context, vocab_size, inputs, image_shape
         self.title = target
-        self.convolution_share = 0.0
+        self.convolution_share = self.half_share = 0.0
         self.net = build(target, kwargs or {})
         _require_tables(self.net, target, context, vocab_size)
         self.report: Replacement | None = replace_modules(self.net, impl) if replace else None
@@ -119,12 +120,14 @@ class TorchModule(nn.Module):
         """
         own = told_flops(self.net, self.title)
         if own is not None:
-            self.convolution_share = float(any(isinstance(module, _ConvNd) for module in self.net.modules()))
+            self.half_share = float(any(p.dtype in (torch.bfloat16, torch.float16) for p in self.net.parameters()))
+            convolving = any(isinstance(module, _ConvNd) for module in self.net.modules())
+            self.convolution_share = float(convolving and not self.half_share)
             return own
         count = counted_flops(self, self.context, self.title)
         if count is None:
             return None
-        self.convolution_share = count.convolutions / count.flops
+        self.convolution_share, self.half_share = count.convolutions / count.flops, count.half / count.flops
         return count.flops
 
 

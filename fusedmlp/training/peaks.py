@@ -104,7 +104,9 @@ def convolution_dtype(precision: str) -> str:
     return "tf32" if dtype == "fp32" and cudnn.conv.fp32_precision == "tf32" else dtype  # type: ignore[attr-defined]
 
 
-def find_peak(gpu: str | None, precision: str, configured: float | None, convolutions: float = 0.0) -> Peak:
+def find_peak(
+    gpu: str | None, precision: str, configured: float | None, convolutions: float = 0.0, half: float = 0.0
+) -> Peak:
     """The peak of a run: the rate at which its FLOPs would be done, each kind at its own peak.
 
     Args:
@@ -112,13 +114,16 @@ def find_peak(gpu: str | None, precision: str, configured: float | None, convolu
         precision: Lightning's, decided: "32-true", "bf16-mixed" or "bf16-true".
         configured: `trainer.peak_tflops`, which wins.
         convolutions: their share of the FLOPs.
+        half: share of the FLOPs that have 16-bit factors whatever the precision.
     """
     if configured is not None:
         return Peak(configured, "config")
-    products = None if gpu is None else table_tflops(gpu, matmul_dtype(precision))
-    if gpu is None or products is None:
-        return Peak()
-    rate = table_tflops(gpu, convolution_dtype(precision))
-    if rate is None or rate == products:
-        return Peak(products, "table")
-    return Peak(1 / ((1 - convolutions) / products + convolutions / rate), "table")
+    kinds = (
+        (matmul_dtype(precision), 1 - convolutions - half),
+        (convolution_dtype(precision), convolutions),
+        ("bf16", half),
+    )
+    rates = [(None if gpu is None else table_tflops(gpu, dtype), share) for dtype, share in kinds if share > 0]
+    if len({rate for rate, _ in rates}) == 1:
+        return Peak(rates[0][0], "table") if rates[0][0] is not None else Peak()
+    return Peak(1 / sum(share / rate for rate, share in rates if rate), "table")

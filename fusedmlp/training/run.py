@@ -242,7 +242,8 @@ class Run:
         # A model of the user's own may do without.
         count = getattr(model, "flops_per_sample", None)
         flops = None if count is None else count()
-        peak = find_peak(gpu, precision, options.peak_tflops, getattr(model, "convolution_share", 0.0))
+        shares = (getattr(model, name, 0.0) for name in ("convolution_share", "half_share"))
+        peak = find_peak(gpu, precision, options.peak_tflops, *shares)
         if gpu is not None and peak.tflops is None:
             warning = f"no peak rate is known of {gpu}, so MFU is left out; give it with trainer.peak_tflops"
             log.warning(warning)

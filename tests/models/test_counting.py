@@ -150,6 +150,18 @@ class Convolving(Net):
         return self.conv(x.mT).mT
 
 
+class HalfInHalf(Net):
+    def __init__(self):
+        super().__init__()
+        self.mlp.bfloat16()
+
+    def mixed(self, x):
+        return x.bfloat16()
+
+    def forward(self, tokens):
+        return self.head(self.mlp(self.mixed(self.embed(tokens))).float())
+
+
 class Recomputing(Net):
     """Activation checkpointing computes the forward pass once more; MFU does not count that."""
 
@@ -281,6 +293,14 @@ def test_the_share_of_convolutions(monkeypatch):
     monkeypatch.setattr(Telling, "flops_per_sample", 777)
     model = made(Telling)
     assert (model.flops_per_sample(), model.convolution_share) == (777, 0)
+
+
+def test_the_share_of_products_in_16_bits(monkeypatch):
+    model = made(HalfInHalf)
+    assert model.flops_per_sample() == FLOPS
+    assert model.half_share == pytest.approx(2 * 64 / (2 * 64 + 256))
+    monkeypatch.setattr(HalfInHalf, "flops_per_sample", 777, raising=False)
+    assert (model.flops_per_sample(), model.half_share) == (777, 1), "not known, so no peak that is too low"
 
 
 def test_what_cannot_be_counted_is_one_warning(caplog):

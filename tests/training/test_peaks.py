@@ -92,6 +92,15 @@ def test_convolutions_in_fp32_are_tf32_unless_that_is_forbidden(monkeypatch):
     assert find_peak(a100, "32-true", None, 0.25) == Peak(19.5, "table")
 
 
+def test_what_a_model_computes_in_16_bits_in_an_fp32_run_has_the_peak_of_that():
+    """A model built with dtype=bfloat16, under trainer.precision=32-true."""
+    h200 = "NVIDIA H200"
+    assert find_peak(h200, "32-true", None, half=1.0) == find_peak(h200, "bf16-true", None, half=1.0)
+    assert find_peak(h200, "32-true", None, 0.25, 0.5).tflops == pytest.approx(
+        1 / (0.25 / 67 + 0.25 / 494.5 + 0.5 / 989)
+    )
+
+
 def test_the_config_wins_on_any_device():
     for gpu in ("NVIDIA H200", "a GPU of tomorrow", None):
         assert find_peak(gpu, "bf16-mixed", 123.0) == Peak(123.0, "config")

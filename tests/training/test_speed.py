@@ -138,11 +138,12 @@ def test_mfu_on_a_card_that_is_known(tmp_path, now, monkeypatch, capsys):
     assert "warning" not in out
 
 
-def test_mfu_of_convolutions_in_fp32(tmp_path, now, monkeypatch):
-    monkeypatch.setattr(MLPLanguageModel, "convolution_share", 1.0, raising=False)
+@pytest.mark.parametrize(("share", "peak"), [("convolution_share", 60), ("half_share", 121)])
+def test_mfu_of_what_an_fp32_run_computes_in_another_type(tmp_path, now, monkeypatch, share, peak):
+    monkeypatch.setattr(MLPLanguageModel, share, 1.0, raising=False)
     pretend_gpu(monkeypatch, "NVIDIA L4")
     train(tmp_path / "run", "trainer.precision=32-true", "trainer.max_steps=4")
-    assert result(tmp_path / "run")["throughput"]["peak_tflops"] == 60
+    assert result(tmp_path / "run")["throughput"]["peak_tflops"] == peak
 
 
 def test_mfu_of_an_unknown_card_is_missing_and_said_once(tmp_path, monkeypatch, capsys):
