@@ -77,6 +77,16 @@ def without_memory(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def _grouped_product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """FLOPs of products of a's rows, in groups, with a matrix of b for each, or of the groups' gradients."""
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+# What PyTorch's counter has no formula for.
+_FORMULAS = {torch.ops.aten._grouped_mm: _grouped_product}
+
+
 class _Counter(FlopCounterMode):
     """Leaves out what activation checkpointing computes once more in the backward pass, with gradients on."""
 
@@ -104,7 +114,7 @@ def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:
             if getattr(module, "impl", None) in impls.names():
                 module.impl = "native"  # type: ignore[assignment]
         tokens = torch.zeros(_SAMPLES, length, dtype=torch.long)
-        with _Counter(display=False) as counter:
+        with _Counter(display=False, custom_mapping=_FORMULAS) as counter:
             loss = model(tokens).float().sum()
             counter.in_backward = True
             loss.backward()

@@ -162,6 +162,19 @@ class HalfInHalf(Net):
         return self.head(self.mlp(self.mixed(self.embed(tokens))).float())
 
 
+class Experts(Net):
+    """Every token goes to one of two experts: their products, which the counter does not know, are those of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(2, 16, 16, dtype=torch.bfloat16))
+
+    def mixed(self, x):
+        rows = x.flatten(0, 1).bfloat16()
+        ends = torch.tensor([len(rows) // 2, len(rows)], dtype=torch.int32)
+        return torch._grouped_mm(rows, self.experts, offs=ends).view(x.shape).to(x.dtype)
+
+
 class Recomputing(Net):
     """Activation checkpointing computes the forward pass once more; MFU does not count that."""
 
@@ -274,6 +287,13 @@ def test_the_products_within_a_recurrent_network_count():
     # Four gates of x and of h, at each position; no gradient of the first h is needed.
     gates = 2 * 4 * 16 * 16
     assert made(Recurrent).flops_per_sample() == FLOPS + CONTEXT * 2 * 3 * gates - gates
+
+
+def test_the_products_of_experts_count():
+    model = made(Experts)
+    experts = 3 * CONTEXT * 2 * 16 * 16
+    assert model.flops_per_sample() == FLOPS + experts
+    assert model.half_share == pytest.approx(experts / (FLOPS + experts))
 
 
 def test_what_cannot_be_copied_is_shared_with_the_copy():
