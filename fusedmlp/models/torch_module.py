@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fusedmlp.errors import UserError
 from fusedmlp.models.counting import counted_flops, told_flops, without_memory
+from fusedmlp.models.hugging_face import one_sequence
 from fusedmlp.replace import Replacement, replace_modules
 
 INPUTS = ("tokens", "image")
@@ -83,7 +84,8 @@ class TorchModule(nn.Module):
             assert self.image_shape is not None
             pixels = tokens.view(-1, *self.image_shape).to(self._dtype())
             x = pixels / 127.5 - 1  # (B, C, H, W)
-        logits = _logits(self.net(x))
+        with one_sequence() if self.title.startswith("hf:") else nullcontext():
+            logits = _logits(self.net(x))
         if without_memory(logits) and not without_memory(tokens):
             raise UserError(
                 f"model.target={self.title} has kept a tensor without values, from the count of its FLOPs, outside of "

@@ -1,15 +1,18 @@
 """Networks of somebody else's in the training loop: how they are named, what goes in and out, what is counted."""
 
 import sys
+import types
 
 import pytest
 import torch
 from conftest import raises
+from torch.utils._python_dispatch import TorchDispatchMode
 from training.runs import RANDOM_BYTES, TINY, config, fits, result
 
 from fusedmlp import FusedMLP
 from fusedmlp.errors import UserError
 from fusedmlp.models import GPT, TorchModule
+from fusedmlp.models.hugging_face import one_sequence
 from fusedmlp.training.run import run
 
 NETWORK = """
@@ -229,6 +232,50 @@ def test_libraries_models_by_name(target, kwargs, library, tmp_path):
         model.net.config.save_pretrained(tmp_path)
         again = TorchModule(f"hf:{tmp_path}")
         assert again(tokens).shape == (2, 128, 256)
+
+
+class Reads(TorchDispatchMode):
+    """Counts where a value is read, for which the host would wait on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("target", "kwargs"),
+    [
+        ("hf:gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 256}),
+        (
+            "hf:llama",
+            {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
+             "vocab_size": 256},
+        ),
+    ],
+)  # fmt: skip
+def test_a_hugging_face_model_reads_no_value(target, kwargs):
+    pytest.importorskip("transformers")
+    model = TorchModule(target, kwargs, context=16)
+    tokens = torch.randint(0, 256, (2, 16))
+    with Reads() as reads:
+        logits = model(tokens)
+        logits.sum().backward()
+    assert reads.count == 0
+    model.eval()
+    assert torch.equal(model(tokens), model.net(tokens).logits)
+
+
+def test_one_sequence_is_for_the_forward_pass_alone(monkeypatch):
+    masks = types.SimpleNamespace(find_packed_sequence_indices=lambda positions: "packed")
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    with one_sequence():
+        assert masks.find_packed_sequence_indices(None) is None
+    assert masks.find_packed_sequence_indices(None) == "packed"
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", types.SimpleNamespace())
+    with one_sequence():
+        pass
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch):
