@@ -242,6 +242,9 @@ class Run:
         # A model of the user's own may do without.
         count = getattr(model, "flops_per_sample", None)
         flops = None if count is None else count()
+        if count is not None and flops is None:
+            name = self.result.fields["model"]
+            self.progress.say(f"warning: the FLOPs of {name} cannot be counted, so TFLOP/s are left out: see train.log")
         shares = (getattr(model, name, 0.0) for name in ("convolution_share", "half_share"))
         peak = find_peak(gpu, precision, options.peak_tflops, *shares)
         if gpu is not None and peak.tflops is None:

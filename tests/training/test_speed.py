@@ -174,6 +174,13 @@ def test_a_model_that_does_not_count_its_flops(tmp_path, monkeypatch):
     assert all(row["throughput/tflops_per_s"] == "" for row in rows(tmp_path / "run"))
 
 
+def test_a_model_whose_flops_cannot_be_counted_is_said_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(MLPLanguageModel, "flops_per_sample", lambda self: None)
+    assert train(tmp_path / "run", "trainer.peak_tflops=1").status == "completed"
+    assert capsys.readouterr().out.count("warning: the FLOPs of MLPLanguageModel cannot be counted") == 1
+    assert result(tmp_path / "run")["throughput"]["mfu_percent"] is None
+
+
 def pretend_gpu(monkeypatch, name: str):
     describe = environment.describe
     monkeypatch.setattr(environment, "describe", lambda device: describe(device) | {"gpu": name})
