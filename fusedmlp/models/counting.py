@@ -107,7 +107,7 @@ class _Counter(FlopCounterMode):
 
 
 def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:
-    with fake, sdpa_kernel(SDPBackend.MATH), _without_mkldnn():
+    with fake, _plain_products():
         model = _copied(model, fake)
         for module in model.modules():
             # The counter knows the operations of this one.
@@ -137,13 +137,17 @@ def _copied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 
 @contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """It does all of a recurrent network in one operation, which the counter does not know."""
+def _plain_products() -> Iterator[None]:
+    """Attention and recurrent networks in products that the counter sees, of the type of their tensors."""
     mkldnn: Any = torch.backends.mkldnn
+    reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     before, mkldnn.enabled = mkldnn.enabled, False
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduced)
         mkldnn.enabled = before
 
 

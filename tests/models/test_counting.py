@@ -162,6 +162,15 @@ class HalfInHalf(Net):
         return self.head(self.mlp(self.mixed(self.embed(tokens))).float())
 
 
+class Attending(Net):
+    def __init__(self):
+        super().__init__()
+        self.bfloat16()
+
+    def mixed(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
 class Experts(Net):
     """Every token goes to one of two experts: their products, which the counter does not know, are those of one."""
 
@@ -321,6 +330,15 @@ def test_the_share_of_products_in_16_bits(monkeypatch):
     assert model.half_share == pytest.approx(2 * 64 / (2 * 64 + 256))
     monkeypatch.setattr(HalfInHalf, "flops_per_sample", 777, raising=False)
     assert (model.flops_per_sample(), model.half_share) == (777, 1), "not known, so no peak that is too low"
+
+
+def test_attention_in_16_bits_counts_as_that():
+    """PyTorch's plain attention, in which it is counted, computes in fp32, and the one that runs does not."""
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    model = made(Attending)
+    assert model.flops_per_sample() == FLOPS + 3 * 2 * 2 * CONTEXT * CONTEXT * 16
+    assert model.half_share == 1
+    assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed() == allowed
 
 
 def test_what_cannot_be_counted_is_one_warning(caplog):
