@@ -98,7 +98,7 @@ def test_recorded_arguments():
     (recorded,) = triton_kernels.record(impl_triton, parse_case("gelu", "8x16", "fp32", "tanh"), "forward", H200)
     assert recorded.arguments["n"] == 128
     assert recorded.arguments["APPROXIMATE"] == "tanh"
-    assert recorded.options == {"num_warps": gelu._NUM_WARPS}
+    assert recorded.options == {"num_warps": gelu._NUM_WARPS, "launch_pdl": True}
 
 
 def test_compiled_softmax_goes_over_wide_rows_twice():
