@@ -11,7 +11,7 @@ from fusedmlp import auto, impls
 from fusedmlp.profiling.session import Session
 from fusedmlp.training import environment
 from fusedmlp.training.adamw import TritonAdamW
-from fusedmlp.training.failures import EXIT_FAILED, Ending
+from fusedmlp.training.failures import EXIT_FAILED, Diverged, Ending
 from fusedmlp.training.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Finish:
             if run.peers.lost:
                 monitor.give_up()
             else:
-                monitor.flush()
+                _flush(monitor)
         except Exception:
             # The run has its ending already; after a GPU error or on a full disk this cannot be had.
             log.warning("the last metrics are lost", exc_info=True)
@@ -144,3 +144,12 @@ class Finish:
             cuda_graph=run.task.capture.facts(),
             checkpoint=run.checkpoints.written,
         )
+
+
+def _flush(monitor: Monitor) -> None:
+    """Writes all rows. One that is not finite stops a run, and this one has ended."""
+    while True:
+        try:
+            return monitor.flush()
+        except Diverged as error:
+            log.info("%s", error)

@@ -17,7 +17,7 @@ from fusedmlp.errors import UserError
 from fusedmlp.training import step, task
 from fusedmlp.training.csv_sink import COLUMNS, CsvSink
 from fusedmlp.training.log_file import log_file
-from fusedmlp.training.metrics import DeviceMetrics
+from fusedmlp.training.metrics import DeviceMetrics, Reading
 from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.result import Result
 from fusedmlp.training.run import run
@@ -188,6 +188,16 @@ def test_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path, mon
     checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["fusedmlp"]["step"] == 4
     assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())
+
+
+def test_rows_that_arrive_after_the_loss_was_nan_are_written_too(tmp_path, monkeypatch):
+    """On a GPU rows come some steps late."""
+    poison_loss(monkeypatch, 3)
+    monkeypatch.setattr(Reading, "ready", lambda self: False)
+    ending = train(tmp_path / "run")
+    assert ending.reason.startswith("train/loss is nan and train/grad_norm is nan at step 3")
+    assert [row["step"] for row in rows(tmp_path / "run")] == ["1", "2", "3", "4", "5", "6"]
+    assert "lost" not in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_infinite_gradients_count_as_divergence(tmp_path, monkeypatch):
