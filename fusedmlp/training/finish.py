@@ -107,16 +107,20 @@ class Finish:
     def _collect(self, monitor: Monitor) -> None:
         """Takes the numbers of the loop, however it ended."""
         run = self._run
+        assert run.task is not None
         try:
             if run.peers.lost:
                 monitor.give_up()
             else:
                 _flush(monitor)
+                if not run.peers.several:
+                    # Several ranks would have to ask for it together.
+                    monitor.request_rest(run.task)
+                    _flush(monitor)
         except Exception:
             # The run has its ending already; after a GPU error or on a full disk this cannot be had.
             log.warning("the last metrics are lost", exc_info=True)
         assert run.trainer is not None
-        assert run.task is not None
         assert run.checkpoints is not None
         assert monitor.started is not None
         throughput = monitor.throughput()

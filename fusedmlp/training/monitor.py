@@ -153,6 +153,15 @@ class Monitor(Callback):
             self._request(step, task)
         self.flush()
 
+    def request_rest(self, task: LanguageModelTask) -> None:
+        """Requests what there is since the last row, of a run that broke off: its finished steps."""
+        whole = (task.steps - self._began) * self.options.accumulate
+        if whole > 0:
+            batches = whole + task._micro
+            task.samples, task.tokens = task.samples * whole // batches, task.tokens * whole // batches
+            if task.samples > self._samples:
+                self._request(task.steps, task)
+
     def _write(self, pending: Pending) -> None:
         means = pending.reading.means()
         row = pending.row | means

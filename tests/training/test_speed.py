@@ -166,6 +166,25 @@ def test_mfu_on_a_cpu_is_missing_without_a_word_unless_the_config_has_a_peak(tmp
     assert found["mfu_percent"] == pytest.approx(100 * found["tflops_per_s"] / 0.5)
 
 
+@pytest.mark.parametrize(("accumulate", "fails_at"), [(1, 7), (2, 13), (2, 14), (4, 28)])
+def test_a_run_that_breaks_off_between_two_log_points(tmp_path, now, monkeypatch, accumulate, fails_at):
+    """In its step 7: the six before are in a row, at their speed, whatever was done of that step."""
+    calls, micro_step = [], LanguageModelTask.micro_step
+
+    def failing(self, batch):
+        calls.append(batch)
+        if len(calls) == fails_at:
+            raise MemoryError
+        micro_step(self, batch)
+
+    monkeypatch.setattr(LanguageModelTask, "micro_step", failing)
+    settings = (f"trainer.accumulate={accumulate}", f"data.batch_size={8 // accumulate}", "trainer.checkpoint=false")
+    assert train(tmp_path / "run", "trainer.max_steps=50", "trainer.log_every=50", *settings).status == "failed"
+    assert [row["step"] for row in rows(tmp_path / "run")] == ["6"]
+    assert_steady(tmp_path / "run")
+    assert result(tmp_path / "run")["final_train_loss"] > 0
+
+
 def test_a_model_that_does_not_count_its_flops(tmp_path, monkeypatch):
     monkeypatch.delattr(MLPLanguageModel, "flops_per_sample")
     assert train(tmp_path / "run", "trainer.peak_tflops=1").status == "completed"
