@@ -77,6 +77,7 @@ class TorchModule(nn.Module):
         self.net = build(target, kwargs or {})
         _require_tables(self.net, target, context, vocab_size)
         self.report: Replacement | None = replace_modules(self.net, impl) if replace else None
+        self._known: set[str] | None = {name for name, _ in self.named_parameters()}
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = tokens
@@ -94,6 +95,13 @@ class TorchModule(nn.Module):
         if logits.ndim == 2:
             logits = logits.unsqueeze(1)
         self._check(logits, len(tokens))
+        if self._known is not None:
+            if late := [name for name, _ in self.named_parameters() if name not in self._known]:
+                raise UserError(
+                    f"model.target={self.title} makes parameters in its forward pass: {', '.join(late)}; the optimizer "
+                    "does not know of them; expected all of them after construction"
+                )
+            self._known = None
         return logits
 
     def _check(self, logits: Tensor, batch: int) -> None:

@@ -32,12 +32,14 @@ class Net(nn.Module):
         logits = self.head(self.mlp(self.embed(tokens)))
         if self.form == "last":
             return logits[:, -1]
+        if self.form == "late":
+            self.scale = nn.Parameter(torch.ones(()))
         if self.form == "empty":
             next(iter(()))
         return {
             "tensor": logits, "mapping": {"logits": logits, "loss": None}, "tuple": (logits, None), "text": "?",
             "twice": torch.cat([logits, logits], 1), "nothing": logits[:, :0], "detached": logits.detach(),
-            "integers": logits.long(),
+            "integers": logits.long(), "late": logits,
         }[self.form]
 
 class Picture(nn.Module):
@@ -143,6 +145,7 @@ def theirs(form):
         ),
         (lambda: theirs("twice"), ["(1, 16, 256)", "at most 8 positions"]),
         (lambda: theirs("nothing"), ["(1, 0, 256)", "at most 8 positions"]),
+        (lambda: theirs("late"), ["makes parameters in its forward pass: net.scale", "the optimizer"]),
         (lambda: theirs("detached"), ["torch.float32 without a gradient", "not detached"]),
         (lambda: theirs("integers"), ["torch.int64 without a gradient", "floating-point"]),
         (
