@@ -282,15 +282,11 @@ def test_under_torch_compile_a_known_choice_runs(stopwatch, monkeypatch):
         "gelu float32 none elements<=64 gradients=none": policy.Entry({"native": 20.0, "manual": 10.0}),
         "gelu float32 tanh elements<=64 gradients=none": policy.Entry({"native": 30.0, "manual": 60.0}),
         "gelu float32 none elements<=64 gradients=x": policy.Entry({"native": 30.0, "manual": 60.0}),
-        # Layers are not computed together there, so that of the stack says nothing.
-        "linear_gelu float32 none M<=8 K=8 N=8 gradients=x": policy.Entry({"native": 1.0, "manual": 2.0}),
-        "linear_gelu float32 none M<=8 K=8 N=8 stacked gradients=x": policy.Entry({"native": 9.0, "manual": 3.0}),
     }}  # fmt: skip
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert policy.while_traced("gelu", "none", torch.float32, "cuda", False) == "manual"
     assert policy.while_traced("gelu", "tanh", torch.float32, "cuda", False) == "native"
     assert policy.while_traced("gelu", "none", torch.float32, "cuda", True) == "native"
-    assert policy.while_traced("linear_gelu", "none", torch.float32, "cuda", True) == "native"
     assert policy.while_traced("softmax", 1, torch.float32, "cuda", False) == "native"
     torch.testing.assert_close(compiled(x), torch.nn.functional.gelu(x))
     assert ran == []
@@ -521,52 +517,3 @@ def test_on_a_gpu(monkeypatch, tmp_path):
         model.fc2.weight, model.fc2.bias,
     ), rtol=2e-2, atol=2e-2)  # fmt: skip
     auto.forget()
-
-
-def stack(width=8, layers=3, rows=5, **options):
-    y = torch.randn(rows, width, requires_grad=True)
-    for _ in range(layers):
-        weight, bias = torch.randn(width, width, requires_grad=True), torch.randn(width, requires_grad=True)
-        y = functional.linear_gelu(y, weight, bias, **options)
-    return y
-
-
-def test_layers_of_a_stack_are_measured_as_one(table, monkeypatch):
-    sizes = []
-
-    def in_turns(functions, clock):
-        sizes.append([len(function()) for function in functions.values()])
-        return {"native": 1.0, "manual": 1.0}
-
-    monkeypatch.setattr(measure, "in_turns", in_turns)
-    stack()
-    # The output and the gradients of x, weight and bias: of one layer for the first, of four for those after it.
-    assert sizes == [[4, 4], [10, 10]]
-    assert sorted("stacked" in key for key in auto.used()) == [False, True]
-    stack(layers=5)
-    assert len(sizes) == 2
-    with torch.no_grad():
-        stack()
-    assert sizes[2:] == [[1, 1]]
-    # Another width after the layer; too wide; no gradient of the weight; the act of nothing.
-    inner = stack(layers=1)
-    functional.linear_gelu(inner, torch.randn(12, 8, requires_grad=True), None)
-    functional.linear_gelu(inner, torch.randn(8, 8), None)
-    functional.linear_gelu(inner * 2, torch.randn(8, 8, requires_grad=True), None)
-    monkeypatch.setattr(impls.load("auto"), "_WIDEST_STACK", 7)
-    functional.linear_gelu(inner, torch.randn(8, 8, requires_grad=True), None)
-    assert sum("stacked" in key for key in auto.used()) == 1
-
-
-def test_the_oracle_checks_every_layer_of_a_stack():
-    tensors = (torch.randn(50, 8), torch.randn(8, 8), torch.randn(8))
-    case = sample.like(call.Call("linear_gelu", "none", tensors, (True, True, True), stacked=True))
-    oracle = sample.Oracle(case)
-    assert oracle.disagreement("native") is oracle.disagreement("manual") is None
-    right = case.run("native", oracle.dy)
-    assert len(right) == 2 + 2 * sample.STACK_LAYERS
-    for index in range(len(right)):
-        wrong = [t * (1.01 if i == index else 1) for i, t in enumerate(right)]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sample.Sample, "run", lambda *_, wrong=wrong: wrong)
-            assert "is off by" in oracle.disagreement("native")

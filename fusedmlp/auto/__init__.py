@@ -3,9 +3,8 @@
 The first call of a kind (op, shape bucket, dtype, GELU, which gradients) on a GPU times what can run there, forward and
 backward, in turns, behind a check with the oracle, within about half a second. The winner goes into a table,
 `auto-choices.json` in the package's cache directory ($FUSEDMLP_CACHE), which later processes and all ranks
-read; processes that meet the same call at once wait for the one that measures. Layers within a stack of Linear+GELU
-that is trained are measured four at a time, since an implementation may compute neighbours together. The baseline wins
-ties. On a machine without a GPU, and for tensors that are not plain ones, native runs.
+read; processes that meet the same call at once wait for the one that measures. The baseline wins ties. On a machine
+without a GPU, and for tensors that are not plain ones, native runs.
 
 Nothing is measured while a CUDA graph is captured, under torch.compile, functorch, a dispatch mode, or in a backward
 pass: then a known choice runs, or native, and a warning of the logger `fusedmlp.auto` says so once.

@@ -16,7 +16,6 @@ from torch import Tensor
 import fusedmlp
 
 PACKAGE = Path(__file__).parents[1]
-STACKED = "stacked"  # in the keys of layers within a stack
 REPLAYED = " replayed"  # how the keys of calls end that a CUDA graph replays
 
 
@@ -30,8 +29,6 @@ class Call:
         tensors: in the order of the op's signature; a bias may be None.
         needs: for each tensor, whether its gradient is wanted.
         replayed: whether what is launched will be replayed from a CUDA graph, so that host time does not count.
-        stacked: whether x is the act of a layer like this one. An implementation may compute neighbours together
-            (`impls/_stack.py`), so layers of a stack are measured as one.
     """
 
     op: str
@@ -39,7 +36,6 @@ class Call:
     tensors: tuple[Tensor | None, ...]
     needs: tuple[bool, ...]
     replayed: bool = False
-    stacked: bool = False
 
     @property
     def x(self) -> Tensor:
@@ -65,8 +61,6 @@ class Call:
         parts += _sizes(self)
         if not all(t is None or t.is_contiguous() for t in self.tensors):
             parts.append("strided")
-        if self.stacked:
-            parts.append(STACKED)
         parts.append(self._gradients())
         if len(self.tensors) > 1 and x.dtype == torch.float32:
             parts.append("tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee")

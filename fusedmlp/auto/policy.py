@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from fusedmlp import impls
 from fusedmlp.auto import table
-from fusedmlp.auto.call import REPLAYED, STACKED, Call, environment
+from fusedmlp.auto.call import REPLAYED, Call, environment
 from fusedmlp.auto.candidates import BASELINE, best, candidates, fastest, known_here, ready
 from fusedmlp.auto.measure import measure
 from fusedmlp.auto.moment import obstacle
@@ -155,8 +155,7 @@ def while_traced(op: str, option: str | int, dtype: torch.dtype, device_type: st
         entries = {
             key: entry
             for key, entry in (_known or {}).get(environment(device), {}).items()
-            # Under torch.compile layers are computed one by one.
-            if key.startswith(prefix + " ") and ("gradients=none" not in key) == gradients and f" {STACKED} " not in key
+            if key.startswith(prefix + " ") and ("gradients=none" not in key) == gradients
         }
         if entries:
             entry = entries[max(entries, key=lambda key: (max(entries[key].ms.values()), key))]

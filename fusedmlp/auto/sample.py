@@ -6,10 +6,7 @@ implementation, as the call will. The oracle, `manual` in float64, computes some
 zero in all others, so that the gradients of weights and biases depend on those rows alone too.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,10 +16,6 @@ from fusedmlp.auto.call import Call
 from fusedmlp.impls import manual
 
 CHECKED_ROWS = 32
-STACK_LAYERS = 4
-
-
-Parameters = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -32,53 +25,40 @@ class Sample:
     Attributes:
         call: the call, on the sample's tensors; leaves that require gradients as the original's did.
         dy: a gradient of the output for timing; None where none is wanted.
-        more: weights and biases of the layers after it, if the call is one of a stack.
     """
 
     call: Call
     dy: Tensor | None
-    more: tuple[Parameters, ...] = ()
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        """The tensors whose gradients are wanted."""
+        return [t for t, need in zip(self.call.tensors, self.call.needs, strict=True) if t is not None and need]
 
     def run(self, impl: str, dy: Tensor | None) -> list[Tensor]:
         """Output and wanted gradients."""
-        return results(getattr(impls.load(impl), self.call.op), self.call.args, self.more, dy)
-
-
-def results(op: Callable[..., Tensor], args: Sequence[Any], more: Sequence[Parameters], dy: Tensor | None):
-    """Output and gradients of all leaves that want one, of a call and the layers after it."""
-    *tensors, option = args
-    y = op(*tensors, option)
-    for parameters in more:
-        y = op(y, *parameters, option)
-    wanted = [t for t in (*tensors, *itertools.chain(*more)) if t is not None and t.requires_grad]
-    return [y.detach(), *(torch.autograd.grad(y, wanted, dy) if dy is not None else ())]
+        y = getattr(impls.load(impl), self.call.op)(*self.call.args)
+        return [y.detach(), *(torch.autograd.grad(y, self.wanted, dy) if dy is not None else ())]
 
 
 def like(call: Call) -> Sample:
     """A sample of `call`; random, from a generator of its own."""
     x = call.x
     generator = torch.Generator(x.device).manual_seed(0)
-
-    def leaves(first: int) -> list[Tensor | None]:
-        pairs = zip(call.tensors[first:], call.needs[first:], strict=True)
-        return [_leaf(t, need, first + index > 0, generator) for index, (t, need) in enumerate(pairs)]
-
-    tensors = leaves(0)
-    sample = replace(call, tensors=tuple(tensors))
-    more = tuple(tuple(leaves(1)) for _ in range(STACK_LAYERS - 1)) if call.stacked else ()
+    tensors: list[Tensor | None] = []
+    for index, (tensor, need) in enumerate(zip(call.tensors, call.needs, strict=True)):
+        if tensor is None:
+            tensors.append(None)
+            continue
+        scale = 1.0 if tensor.ndim < 2 or index == 0 else tensor.shape[1] ** -0.5
+        tensors.append(_normal_like(tensor, scale, generator).requires_grad_(need))
+    sample = Call(call.op, call.option, tuple(tensors), call.needs, call.replayed)
     dy = None
     if any(call.needs):
         last = tensors[-2] if len(tensors) > 1 else None
         shape = x.shape if last is None else (*x.shape[:-1], last.shape[0])
         dy = torch.empty(shape, dtype=x.dtype, device=x.device).normal_(generator=generator)
-    return Sample(sample, dy, more)
-
-
-def _leaf(tensor: Tensor | None, need: bool, is_parameter: bool, generator: torch.Generator) -> Tensor | None:
-    if tensor is None:
-        return None
-    scale = tensor.shape[1] ** -0.5 if is_parameter and tensor.ndim > 1 else 1.0
-    return _normal_like(tensor, scale, generator).requires_grad_(need)
+    return Sample(sample, dy)
 
 
 def _normal_like(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor:
@@ -136,22 +116,24 @@ class Oracle:
 
     def _expected(self) -> list[Tensor]:
         call = self.sample.call
-        rows = self._rows(call.x.detach())[self.rows].double().requires_grad_(call.needs[0])
-        args = [rows, *map(_wide, call.tensors[1:]), 1 if call.op == "softmax" else call.option]
-        more = [tuple(map(_wide, parameters)) for parameters in self.sample.more]
-        dy = None if self.dy is None else self._rows(self.dy)[self.rows].double()
-        return results(getattr(manual, call.op), args, more, dy)
+        x, *parameters = (None if t is None else t.detach() for t in call.tensors)
+        assert x is not None
+        rows = self._rows(x)[self.rows]
+        leaves = [None if t is None else t.double() for t in (rows, *parameters)]
+        for leaf, need in zip(leaves, call.needs, strict=True):
+            if leaf is not None:
+                leaf.requires_grad_(need)
+        y = getattr(manual, call.op)(*leaves, 1 if call.op == "softmax" else call.option)
+        if self.dy is None:
+            return [y]
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        return [y.detach(), *torch.autograd.grad(y, wanted, self._rows(self.dy)[self.rows].double())]
 
     def _bound(self, native: Tensor, expected: Tensor) -> float:
         """Twice native's error plus a rounding band; where terms cancel, what is left is fp32's rounding inside."""
         eps, inner = torch.finfo(native.dtype).eps, min(torch.finfo(native.dtype).eps, torch.finfo(torch.float32).eps)
         incoming = 1.0 if self.dy is None else self.dy.abs().max().item()
         return 2 * _error(native, expected) + 2 * eps * _size(expected) + inner * incoming
-
-
-def _wide(t: Tensor | None) -> Tensor | None:
-    """A leaf like `t` in float64."""
-    return None if t is None else t.detach().double().requires_grad_(t.requires_grad)
 
 
 def _error(got: Tensor, expected: Tensor) -> float:

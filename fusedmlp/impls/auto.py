@@ -17,10 +17,6 @@ from fusedmlp.impls import native
 
 DTYPES = native.DTYPES
 
-# Nodes of autograd that give the act of a layer: of hand-written kernels, and PyTorch's own.
-_LAYERS = ("_LinearGeluBackward", "GeluBackward0")
-# Wider layers fill a GPU each by itself, and computing several takes long.
-_WIDEST_STACK = 2048
 _MOST = 4096  # kinds of calls remembered by exact shape; beyond it all are looked up again
 
 # Set by `fusedmlp.auto.replayed`.
@@ -42,15 +38,7 @@ def softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    return _run("linear_gelu", approximate, x, weight, bias, stacked=_in_a_stack(x, weight))
-
-
-def _in_a_stack(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is the act of another layer, and this one like it: one of a stack that is being trained."""
-    if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad) or torch.compiler.is_compiling():
-        return False
-    N, K = weight.shape
-    return N == K <= _WIDEST_STACK and type(x.grad_fn).__name__ in _LAYERS
+    return _run("linear_gelu", approximate, x, weight, bias)
 
 
 def mlp(
@@ -77,7 +65,7 @@ def forget() -> None:
     _functions.clear()
 
 
-def _run(op: str, option: str | int, *tensors: Any, stacked: bool = False) -> Tensor:
+def _run(op: str, option: str | int, *tensors: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return _traced(op, option, *tensors)
     # Under a transform the tensors look as usual.
@@ -87,24 +75,22 @@ def _run(op: str, option: str | int, *tensors: Any, stacked: bool = False) -> Te
     x = tensors[0]
     # All tensors have the dtype and device of x.
     kinds = [None if t is None else (type(t), t.shape, t.is_contiguous(), grad and t.requires_grad) for t in tensors]
-    key = (op, option, replayed, stacked, x.dtype, x.device, *kinds)
+    key = (op, option, replayed, x.dtype, x.device, *kinds)
     try:
         function = _functions.get(key)
     except TypeError:  # symbolic sizes have no hash
         function = getattr(native, op)
     if function is None:
-        function = _first(op, option, tensors, grad, stacked, key)
+        function = _first(op, option, tensors, grad, key)
     return function(*tensors, option)
 
 
-def _first(
-    op: str, option: str | int, tensors: tuple[Any, ...], grad: bool, stacked: bool, key: tuple
-) -> Callable[..., Tensor]:
+def _first(op: str, option: str | int, tensors: tuple[Any, ...], grad: bool, key: tuple) -> Callable[..., Tensor]:
     from fusedmlp.auto import policy
     from fusedmlp.auto.call import Call
 
     needs = tuple(t is not None and grad and t.requires_grad for t in tensors)
-    choice = policy.choose(Call(op, option, tensors, needs, replayed, stacked))
+    choice = policy.choose(Call(op, option, tensors, needs, replayed))
     function = getattr(impls.load(choice.impl), op)
     if choice.final:
         if len(_functions) >= _MOST:
