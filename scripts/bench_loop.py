@@ -14,6 +14,7 @@ losses. Writes loop.json, loop.md and losses.png; exit code 1 if the gate or a p
 import argparse
 import contextlib
 import csv
+import faulthandler
 import gc
 import itertools
 import shutil
@@ -100,7 +101,8 @@ def overhead(bench: Bench) -> None:
     rows: list[Row] = []
     bench.tables["overhead over a bare loop"] = rows
     steps = BLOCK * (bench.options.turns + 1)
-    for dim, loop, adamw in itertools.product(bench.options.dims, bench.options.loops, bench.options.adamw):
+    # Kind by kind, so that what ends the process in one of them leaves the others.
+    for loop, dim, adamw in itertools.product(bench.options.loops, bench.options.dims, bench.options.adamw):
         captured = loop == "captured"
         others = [bench.bare(captured, "impl=native", f"dim={dim}") for _ in range(2)]
         words = ("impl=native", f"dim={dim}", f"trainer.max_steps={steps}", "trainer.log_every=10",
@@ -274,6 +276,7 @@ def main() -> int:
     parser.add_argument("--overrides", nargs="*", default=[], help="further overrides, such as model.num_layers=8")
     options = parser.parse_args()
     needs_gpu(parser)
+    faulthandler.enable()
     bench = Bench(options)
     if not gate(bench):
         bench.write()
