@@ -30,6 +30,23 @@ def unsupported(parameters: Iterable[Tensor]) -> str | None:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}; accepted: fp32, bf16, fp16"
         if parameter.device.type not in impls.load("triton").DEVICES:
             return f"parameters are on {parameter.device}"
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            return (
+                f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()}; accepted: dense ones"
+            )
+    return None
+
+
+def fault(parameters: Iterable[Tensor]) -> str | None:
+    """Why a step fails on this machine, which may lack the compiler that Triton needs; tried on a few elements."""
+    kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
+    try:
+        for dtype, device in kinds:
+            trial = torch.zeros(16, dtype=dtype, device=device, requires_grad=True)
+            trial.grad = torch.zeros_like(trial)
+            TritonAdamW([trial]).step()
+    except Exception as error:
+        return next(iter(str(error).strip().splitlines()), type(error).__name__)
     return None
 
 

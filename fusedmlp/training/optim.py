@@ -1,13 +1,16 @@
 """AdamW and its learning rate."""
 
+import logging
 import math
 
 import torch
 from torch import nn
 
 from fusedmlp.errors import UserError
-from fusedmlp.training.adamw import TritonAdamW, interpreted, unsupported
+from fusedmlp.training.adamw import TritonAdamW, fault, interpreted, unsupported
 from fusedmlp.training.options import TrainerOptions
+
+log = logging.getLogger(__name__)
 
 
 def build_optimizer(model: nn.Module, options: TrainerOptions) -> torch.optim.AdamW:
@@ -36,12 +39,19 @@ def resolve_adamw(name: str, parameters: list[nn.Parameter]) -> str:
 
     Raises: UserError for "triton" where it cannot run.
     """
-    if name == "native":
-        return name
+    if name == "native" or (name == "auto" and not all(parameter.is_cuda for parameter in parameters)):
+        return "native"
     reason = unsupported(parameters)
-    if name == "triton" and reason is not None:
+    if reason is None and name == "auto" and interpreted():
+        return "native"
+    # Kernels are compiled here that the first step would have to wait for.
+    reason = reason or fault(parameters)
+    if reason is None:
+        return "triton"
+    if name == "triton":
         raise UserError(f"trainer.adamw=triton cannot run here: {reason}; accepted: native, or auto")
-    return "native" if reason is not None or (name == "auto" and interpreted()) else "triton"
+    log.info("trainer.adamw=auto: native, because of triton's: %s", reason)
+    return "native"
 
 
 def learning_rate(step: int, options: TrainerOptions) -> float:

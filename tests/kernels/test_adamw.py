@@ -11,8 +11,11 @@ from training.runs import curve, result, train
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fusedmlp.errors import UserError
+from fusedmlp.kernels import prepared
 from fusedmlp.kernels.adamw import CHUNK
-from fusedmlp.training.adamw import TritonAdamW
+from fusedmlp.training.adamw import TritonAdamW, fault
+from fusedmlp.training.optim import resolve_adamw
 
 pytestmark = pytest.mark.interpreter
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -140,10 +143,12 @@ def test_layouts(device):
         optimizer.step()
         oracle.step()
     torch.testing.assert_close(tensor.double(), twin, rtol=1e-5, atol=1e-6)
-    gaps = torch.randn(10, 20, device=device)[:, ::2].detach().requires_grad_()
-    gaps.grad = torch.randn_like(gaps)
-    with pytest.raises(RuntimeError, match="must be dense"):
-        TritonAdamW([gaps]).step()
+    for gaps in (torch.randn(10, 20, device=device)[:, ::2], torch.randn(10, 1, device=device).expand(10, 4)):
+        with pytest.raises(ValueError, match="accepted: dense ones"):
+            TritonAdamW([gaps.detach().requires_grad_()])
+    with pytest.raises(RuntimeError, match="must be dense, and keep dtype and layout"):
+        tensor.data = tensor.data.contiguous()
+        optimizer.step()
 
 
 def test_parameters_without_gradient_stay_and_do_not_count(device):
@@ -254,6 +259,21 @@ def test_what_it_refuses(device):
     amsgrad = torch.optim.AdamW(tensors, amsgrad=True)
     with pytest.raises(ValueError, match="AMSGrad"):
         TritonAdamW(tensors).load_state_dict(amsgrad.state_dict())
+
+
+def test_a_machine_on_which_triton_cannot_compile(device, monkeypatch):
+    """As without a C compiler, which Triton says when it launches the first kernel."""
+    tensors = parameters(device, torch.float32, [(3,)])
+    assert fault(tensors) is None
+
+    def refuse(*_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr(prepared, "launch", refuse)
+    assert fault(tensors) == "Failed to find C compiler."
+    with pytest.raises(UserError, match=r"trainer.adamw=triton cannot run here: Failed to find C compiler.; accepted"):
+        resolve_adamw("triton", tensors)
+    assert resolve_adamw("auto", tensors) == "native"
 
 
 @pytest.mark.gpu
