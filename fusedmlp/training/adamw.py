@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fusedmlp import impls
@@ -26,6 +26,8 @@ def unsupported(parameters: Iterable[Tensor]) -> str | None:
     if len(devices := {parameter.device for parameter in parameters}) > 1:
         return f"parameters are on {len(devices)} devices"
     for parameter in parameters:
+        if type(parameter) not in (Tensor, nn.Parameter):
+            return f"a parameter is a {type(parameter).__name__}; accepted: plain tensors"
         if parameter.dtype not in _DTYPES:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}; accepted: fp32, bf16, fp16"
         if parameter.device.type not in impls.load("triton").DEVICES:

@@ -146,8 +146,8 @@ def test_layouts(device):
     for gaps in (torch.randn(10, 20, device=device)[:, ::2], torch.randn(10, 1, device=device).expand(10, 4)):
         with pytest.raises(ValueError, match="accepted: dense ones"):
             TritonAdamW([gaps.detach().requires_grad_()])
+    tensor.data = tensor.data.contiguous()
     with pytest.raises(RuntimeError, match="must be dense, and keep dtype and layout"):
-        tensor.data = tensor.data.contiguous()
         optimizer.step()
 
 
@@ -248,9 +248,16 @@ def test_closure_hooks_and_a_learning_rate_that_changes(device):
     assert calls == ["hook"] * 3
 
 
+class Wrapped(torch.Tensor):
+    """A tensor whose memory may be another's."""
+
+
 def test_what_it_refuses(device):
     with pytest.raises(ValueError, match="float64; accepted: fp32, bf16, fp16"):
         TritonAdamW([torch.zeros(2, device=device, dtype=torch.float64, requires_grad=True)])
+    wrapped = torch.zeros(2, device=device).as_subclass(Wrapped).requires_grad_()
+    with pytest.raises(ValueError, match="a parameter is a Wrapped; accepted: plain tensors"):
+        TritonAdamW([wrapped])
     with pytest.raises(ValueError, match="max_grad_norm=0"):
         TritonAdamW(parameters(device, torch.float32), max_grad_norm=0)
     with pytest.raises(ValueError, match="parameters are on meta"):
