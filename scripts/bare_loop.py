@@ -4,6 +4,7 @@ Same model, seed, data, clipping and schedule, PyTorch's AdamW; no metrics, no c
 time it. Captured, it is the usual recipe: one graph of the whole step, the batch copied in before each replay.
 """
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -42,14 +43,16 @@ class BareLoop:
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, replace(self.options, adamw="native"))
         self.step_number = 0
+        self.cpu_ms = 0.0
         self.loss: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         if captured:
             self._capture()
 
     def run(self, steps: int, losses: list[Tensor] | None = None) -> list[float]:
-        """Milliseconds of each step; `losses` receives theirs."""
+        """Milliseconds of each step; `losses` receives theirs, `cpu_ms` the CPU time of all but the wait at the end."""
         clock = StepClock(self.device)
+        began = time.process_time()
         clock.resume()
         for _ in range(steps):
             self._replay() if self.graph else self._eager()
@@ -57,6 +60,7 @@ class BareLoop:
                 assert self.loss is not None
                 losses.append(self.loss.detach().clone())
             clock.tick()
+        self.cpu_ms = 1e3 * (time.process_time() - began)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return Durations.of(clock.take()).step_ms

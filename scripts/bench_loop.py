@@ -109,15 +109,18 @@ def overhead(bench: Bench) -> None:
                  f"trainer.cuda_graph={str(captured).lower()}", f"trainer.adamw={adamw}")  # fmt: skip
         turns = in_turns(partial(bench.ours, *words), others, bench.device)
         del others
-        ratios = [mine / statistics.mean(bare) for mine, *bare in turns]
-        control = [second / first for _, first, second in turns]
+        wall, cpu = ([[getattr(taken, name) for taken in turn] for turn in turns] for name in ("ms", "cpu_ms"))
+        ratios, of_cpu = ([mine / statistics.mean(bare) for mine, *bare in taken] for taken in (wall, cpu))
+        control = [second / first for _, first, second in wall]
         rows.append({
             "dim": dim, "loop": loop, "adamw": adamw, "turns": len(turns),
-            "bare ms": statistics.median(statistics.mean(bare) for _, *bare in turns),
-            "ours ms": statistics.median(mine for mine, *_ in turns),
+            "bare ms": statistics.median(statistics.mean(bare) for _, *bare in wall),
+            "ours ms": statistics.median(mine for mine, *_ in wall),
             "overhead %": 100 * (statistics.median(ratios) - 1), "95 % interval": _percent(*interval(ratios)),
             "smallest, largest %": _span(ratios),
             "bare over bare %": 100 * (statistics.median(control) - 1), "its interval": _percent(*interval(control)),
+            "bare CPU ms": statistics.median(statistics.mean(bare) for _, *bare in cpu),
+            "CPU time %": 100 * (statistics.median(of_cpu) - 1), "its 95 % interval": _percent(*interval(of_cpu)),
             "goal %": 2 if captured else 5,
         })  # fmt: skip
         bench.write()

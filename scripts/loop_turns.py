@@ -2,13 +2,16 @@
 
 Host times of two runs, one after the other, differ by tens of percent on a shared machine, equal loops or not. Within a
 second a machine is more like itself: so our loop stops after every block of steps, the bare loops run a block each, and
-only blocks of the same turn are compared.
+only blocks of the same turn are compared. The CPU time of the process, all its threads, is taken beside: where the host
+bounds a step it is most of it, and other programs of the machine are not in it.
 """
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -21,39 +24,48 @@ BLOCK = 20
 UNCOUNTED = 3  # steps at the beginning of a block, while nothing is enqueued ahead
 
 
-class BlockClock(StepClock):
-    """A clock that calls `between` with the steps of each block; what that takes belongs to no step."""
+class Taken(NamedTuple):
+    """What a step of a block took on average: milliseconds, and milliseconds of CPU time."""
 
-    def __init__(self, device: torch.device, between: Callable[[list[Step]], None]):
+    ms: float
+    cpu_ms: float
+
+
+class BlockClock(StepClock):
+    """A clock that calls `between` with the steps of each block and their CPU time in ms, which it then leaves out."""
+
+    def __init__(self, device: torch.device, between: Callable[[list[Step], float], None]):
         super().__init__(device)
         self._between, self._block = between, list[Step]()
+        self._began = time.process_time()
 
     def tick(self) -> None:
         super().tick()
         self._block.append(self._steps[-1])
         if len(self._block) == BLOCK:
             block, self._block = self._block, []
-            self._between(block)
+            self._between(block, 1e3 * (time.process_time() - self._began))
             self.restart()
+            self._began = time.process_time()
 
 
-def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: torch.device) -> list[list[float]]:
-    """Mean milliseconds of a step in each turn: ours, then each of the others.
+def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: torch.device) -> list[list[Taken]]:
+    """What a step took in each turn: ours, then each of the others.
 
     Args:
         train: runs our loop for BLOCK times as many steps as there shall be turns, and one more, the first of which
             does not count: kernels are compiled and steps recorded in it.
     """
-    turns: list[list[float]] = []
+    turns: list[list[Taken]] = []
 
-    def between(block: list[Step]) -> None:
+    def between(block: list[Step], cpu_ms: float) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        mine = _mean(Durations.of(block).step_ms)
+        mine = Taken(_mean(Durations.of(block).step_ms), cpu_ms / BLOCK)
         # In turn the first and the last after ours.
         places = range(len(others)) if len(turns) % 2 else reversed(range(len(others)))
-        times = {place: _mean(others[place].run(BLOCK)) for place in places}
-        turns.append([mine, *(times[place] for place in range(len(others)))])
+        taken = {place: Taken(_mean(others[place].run(BLOCK)), others[place].cpu_ms / BLOCK) for place in places}
+        turns.append([mine, *(taken[place] for place in range(len(others)))])
 
     with mock.patch.object(monitor, "StepClock", partial(BlockClock, between=between)):
         train()

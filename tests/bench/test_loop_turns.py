@@ -39,7 +39,7 @@ def test_ours_and_bare_blocks_alternate(config, tmp_path):
     results = []
     turns = loop_turns.in_turns(lambda: results.append(run(config, tmp_path / "run", [])), others, CPU)
     assert [len(turn) for turn in turns] == [3, 3, 3]
-    assert all(0 < ms < 1e4 for turn in turns for ms in turn)
+    assert all(0 < value < 1e4 for turn in turns for taken in turn for value in taken)
     assert seen == ["b", "a", "a", "b", "b", "a", "a", "b"]
     assert [loop.step_number for loop in others] == [4 * BLOCK, 4 * BLOCK]
     ((result, ending),) = results
@@ -47,12 +47,21 @@ def test_ours_and_bare_blocks_alternate(config, tmp_path):
 
 
 def test_what_others_take_belongs_to_no_step():
-    blocks = []
-    clock = loop_turns.BlockClock(CPU, lambda block: blocks.append(block) or time.sleep(0.3))
+    blocks, cpu_ms = [], []
+
+    def between(block, cpu):
+        blocks.append(block)
+        cpu_ms.append(cpu)
+        end = time.perf_counter() + 0.3
+        while time.perf_counter() < end:
+            pass
+
+    clock = loop_turns.BlockClock(CPU, between)
     clock.resume()
-    for _ in range(2 * BLOCK + 1):
+    for _ in range(3 * BLOCK + 1):
         clock.tick()
-    assert [len(block) for block in blocks] == [BLOCK, BLOCK]
+    assert [len(block) for block in blocks] == [BLOCK] * 3
+    assert 0 <= max(cpu_ms) < 200
     assert max(Durations.of(clock.take()).step_ms) < 200
 
 
