@@ -14,8 +14,8 @@ triton = pytest.importorskip("triton")
 if INTERPRETER:
     pytest.skip("kernels are plain Python under TRITON_INTERPRET=1", allow_module_level=True)
 
+from kernels.fake_driver import fake_driver  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from fusedmlp.bench.cards import find_card  # noqa: E402
 from fusedmlp.bench.cases import parse_case  # noqa: E402
@@ -47,18 +47,7 @@ def hopper(monkeypatch):
 def no_gpu(monkeypatch, tmp_path):
     """A driver of a GPU that is not there, of a number that no other test asks Triton for."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    driver = SimpleNamespace(
-        get_current_device=lambda: 1234,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        launcher_cls=lambda source, metadata: lambda *args: None,
-        utils=SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
-            load_binary=lambda *args: (1, 2, 100, 0, 1024),
-            unload_module=lambda module: None,
-        ),
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake_driver(1234), raising=False)
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: 0)
 
 

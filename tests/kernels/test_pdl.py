@@ -1,7 +1,6 @@
 """Kernels that are launched while the one before still runs: none may touch memory before that one has ended."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ triton = pytest.importorskip("triton")
 if INTERPRETER:
     pytest.skip("kernels are plain Python under TRITON_INTERPRET=1", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
+from kernels.fake_driver import fake_driver  # noqa: E402
 
 from fusedmlp.bench.cards import find_card  # noqa: E402
 from fusedmlp.bench.inspection.fake_gpu import fake_gpu  # noqa: E402
@@ -38,18 +37,7 @@ def early(item) -> bool:
 
 
 def test_each_waits_before_it_touches_memory(monkeypatch):
-    driver = SimpleNamespace(
-        get_current_device=lambda: 4321,
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        launcher_cls=lambda source, metadata: lambda *args: None,
-        utils=SimpleNamespace(
-            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
-            load_binary=lambda *args: (1, 2, 100, 0, 1024),
-            unload_module=lambda module: None,
-        ),
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake_driver(4321), raising=False)
     kernels = {item.name: item for item in plan("h200", monkeypatch) if early(item)}
     assert len(kernels) >= 10
     for name, item in kernels.items():
