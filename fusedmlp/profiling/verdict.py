@@ -93,7 +93,7 @@ def _busy(analysis: Analysis) -> tuple[str, str]:
     if optimizer >= memory * OPTIMIZER / 100:
         return "optimizer", (
             f"optimizer-bound: the update takes {optimizer:.0f} % of the step: "
-            "a larger batch shares it among more samples"
+            "a larger batch shares it among more samples" + _less_traffic(analysis)
         )
     parts = sorted(((analysis.share(kind), kind) for kind in kinds.FUSIBLE), reverse=True)
     named = ", ".join(f"{kind} {share:.0f} %" for share, kind in parts[:3] if share >= 1)
@@ -101,6 +101,12 @@ def _busy(analysis: Analysis) -> tuple[str, str]:
         f"memory-bound kernels take {memory - optimizer:.0f} % of the GPU's time ({named}): "
         "fuse them with one another or into the GEMMs"
     )
+
+
+def _less_traffic(analysis: Analysis) -> str:
+    """What PyTorch's own clipping and AdamW could give way to."""
+    natively = any("multi_tensor_apply" in row.name for row in analysis.rows)
+    return ", and trainer.adamw=triton moves less memory" if natively else ""
 
 
 def _short(analysis: Analysis) -> str:

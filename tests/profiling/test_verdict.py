@@ -31,6 +31,7 @@ def test_who_captures_is_told_what_comes_next():
     [
         ((Kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", 50.0), Kernel(GEMM, 60.0)), "communication", "45 %"),
         ((Kernel(GEMM, 60.0), Kernel(ADAM, 40.0)), "optimizer", "the update takes 40 %"),
+        ((Kernel(GEMM, 60.0), Kernel(ADAM, 40.0)), "optimizer", "samples, and trainer.adamw=triton moves less memory"),
         ((Kernel("void flash_fwd_kernel<...>", 60.0), Kernel(GEMM, 60.0)), "GEMM", "GEMMs and attention (50 %)"),
         ((Kernel("_hopper_linear_gelu_fwd_kernel", 90.0), Kernel(GELU, 5.0)), "GEMM", "95 %"),
     ],
@@ -39,6 +40,11 @@ def test_other_bounds(kernels, bound, words):
     verdict = judge(analysed(*[Step(kernels * 8)] * 3))
     assert verdict.bound == bound
     assert words in verdict.sentence
+
+
+def test_our_adamw_is_not_told_to_become_itself():
+    verdict = judge(analysed(*[Step((Kernel(GEMM, 60.0), Kernel("_adamw_kernel", 40.0)) * 8)] * 3))
+    assert verdict.sentence.endswith("among more samples")
 
 
 def test_a_graph_between_slow_steps_is_not_told_to_capture():
