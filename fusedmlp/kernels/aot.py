@@ -63,8 +63,13 @@ class KernelReport:
     def waits_for_each_product(self) -> bool:
         """Whether the machine code (sm_90) lets no wgmma instruction run beside another: ptxas gives up so where other
         instructions touch the accumulator in between, and says it in a remark (C7510 to C7519) that nobody sees."""
-        found = re.findall(r"\b(HGMMA)\b|WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", self.sass())
-        return "H0H0" in "".join("H" if product else waits[-1] for product, waits in found)
+        return waits_for_each_product(self.sass())
+
+
+def waits_for_each_product(sass: str) -> bool:
+    """Whether a wait until none is under way follows one wgmma instruction after another."""
+    found = re.findall(r"\b(HGMMA)\b|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", sass)
+    return "HwHw" in "".join("H" if product else "w" if under_way == "0" else "-" for product, under_way in found)
 
 
 def compile_kernel(
