@@ -38,6 +38,11 @@ _PATTERNS = {
 }
 _NAMES = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS.items())
 
+# Ours with programmatic dependent launch (kernels/pdl.py): on the GPU before the kernel in front of them has ended.
+_EARLY = re.compile(
+    r"_(hopper_)?(linear_gelu_fwd|dgelu|stack_bwd|column_sum|dgelu_dbias|gelu_fwd|gelu_bwd|square_sums|clip|adamw)_kernel"
+)
+
 _ONLY_MOVES = {"", "to", "copy", "clone", "view", "permute", "transpose", "cat", "slice", "constant", "pad", "nd"}
 
 
@@ -48,6 +53,12 @@ def kind_of(name: str) -> str:
     if generated:
         return _generated(generated.group(1), generated.group(2))
     return next((kind for kind, pattern in _NAMES if pattern.search(name)), OTHER)
+
+
+@functools.cache
+def launched_early(name: str) -> bool:
+    """Whether a kernel of this name may be on the GPU, waiting, while the one before it on its stream still runs."""
+    return _EARLY.fullmatch(name) is not None
 
 
 def _generated(sort: str, fused: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusedmlp.errors import UserError
+from fusedmlp.profiling.kinds import launched_early
 
 FILE = "trace.json.gz"
 KERNEL, MEMCPY, MEMSET = "kernel", "gpu_memcpy", "gpu_memset"
@@ -67,7 +68,7 @@ class Trace:
     """One process and one GPU.
 
     Attributes:
-        gpu: kernels, copies and memsets.  calls: of the CUDA runtime and driver.
+        gpu: kernels, copies and memsets, see `in_turn`.  calls: of the CUDA runtime and driver.
         ranges: record_function.  ops: of ATen on the CPU.
         device: name of the GPU, None if the trace does not tell.
     """
@@ -148,7 +149,25 @@ def from_events(events: Iterable[Any]) -> Trace:
     rows["gpu"] = [row for row in rows["gpu"] if row[6] == busiest]
     origin = min((row[0] for group in rows.values() for row in group), default=0.0)
     gpu, calls, ranges, ops = (_columns(rows[name], origin) for name in ("gpu", "calls", "ranges", "ops"))
-    return Trace(gpu, calls, ranges, ops)
+    return Trace(in_turn(gpu), calls, ranges, ops)
+
+
+def in_turn(gpu: Events) -> Events:
+    """The same with the kernels that are launched early (`kinds.launched_early`) from where the activity before them on
+    their stream has ended: until then they are on the GPU and wait."""
+    activities = zip(gpu.names, gpu.categories, strict=True)
+    early = np.array([category == KERNEL and launched_early(name) for name, category in activities], bool)
+    if not early.any():
+        return gpu
+    start = gpu.start.copy()
+    for lane in np.unique(gpu.lane[early]):
+        places = np.flatnonzero(gpu.lane == lane)
+        ended = np.maximum.accumulate(gpu.end[places])
+        start[places[1:]] = np.where(early[places[1:]], np.maximum(start[places[1:]], ended[:-1]), start[places[1:]])
+    order = np.argsort(start, kind="stable")
+    turns = gpu[order]
+    turns.start, turns.duration = start[order], np.maximum(gpu.end - start, 0.0)[order]
+    return turns
 
 
 def complete(events: Iterable[Any]) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from fusedmlp.kernels import configs, pdl  # noqa: E402
 from fusedmlp.kernels.ahead import calls  # noqa: E402
 from fusedmlp.kernels.ahead.specialisation import recorded  # noqa: E402
 from fusedmlp.kernels.gelu import gelu_fwd  # noqa: E402
+from fusedmlp.profiling.kinds import launched_early  # noqa: E402
 
 # Through which a kernel reads or writes what others can see.
 ACCESS = re.compile(r"\b(ld|st|atom|red)\.(\w+\.)*global|cp\.async|cp\.reduce")
@@ -53,6 +54,8 @@ def test_each_waits_before_it_touches_memory(monkeypatch):
 def test_which_kernels_and_cards(monkeypatch):
     for item in plan("h200", monkeypatch):
         assert early(item) == ("PDL" in item.kernel().arg_names), item
+        # Traces take what such a kernel waits for none of its own.
+        assert early(item) == launched_early(item.name), item
     assert {item.name for item in plan("h200", monkeypatch) if not early(item)} <= ORDINARY
     for item in plan("a100", monkeypatch):
         assert not early(item)

@@ -8,6 +8,7 @@ from fusedmlp.profiling import trace as traces
 from fusedmlp.profiling.analysis import Analysis, analyse
 from fusedmlp.profiling.intervals import gaps, holder, overlap, total, union
 from fusedmlp.profiling.report import merged, values
+from fusedmlp.profiling.trace import from_events
 from fusedmlp.profiling.verdict import judge
 
 
@@ -33,6 +34,27 @@ def test_intervals():
     assert total(nothing) == 0
     assert overlap(nothing, covered).tolist() == [0, 0, 0]
     assert [times.tolist() for times in gaps(nothing, 1.0, 2.0)] == [[1], [2]]
+
+
+def test_a_kernel_that_is_launched_early_has_waited_for_the_one_before():
+    """On its own stream, and if it is one of those that wait."""
+    own = "_linear_gelu_fwd_kernel"
+    spans = [
+        ("gemm", 0, 10, 7),
+        (own, 4, 15, 7),
+        (own, 8, 14, 7),
+        ("theirs", 9, 20, 7),
+        (own, 5, 12, 8),
+        (own, 30, 31, 7),
+    ]
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "args": {"stream": stream}}
+        for name, begin, end, stream in spans
+    ]
+    gpu = from_events(events).gpu
+    assert gpu.names == ["gemm", own, "theirs", own, own, own]
+    assert gpu.start.tolist() == [0, 5, 9, 10, 15, 30]
+    assert gpu.duration.tolist() == [10, 7, 11, 5, 0, 1]
 
 
 def test_kernels_of_two_streams_that_overlap_are_busy_once():
