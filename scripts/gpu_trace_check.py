@@ -4,8 +4,8 @@
     python scripts/gpu_trace_check.py --out DIR --parts traces,nsys --impls native,triton --experiments lecture
 
 Parts: `traces` (profile=torch for every experiment and impl, analysed, and each impl compared with the first), `graph`
-(the first of them with step capture), `nsys` (once more under Nsight Systems; its kernel times against ours, which leave
-out what Triton kernels wait that are launched early: FUSEDMLP_PDL=0 for equal ones),
+(the first of them with step capture), `nsys` (once more under Nsight Systems; its kernel times against ours, which
+leave out what Triton kernels wait that are launched early: FUSEDMLP_PDL=0 for equal ones),
 `overhead` (steps before and after a window, beside a run without profiler), `demo` (experiment=sync_demo with and
 without reading the loss).
 One process per run; while one trains, those of the next --preload runs of its part import what they need. The folder
