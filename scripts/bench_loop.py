@@ -31,7 +31,7 @@ from arguments import at_least, needs_gpu
 from bare_loop import BareLoop, gemms_alone, optimizer_alone
 from gate_loop import gate
 from hydra import compose, initialize_config_dir
-from loop_turns import BLOCK, in_turns, interval
+from loop_turns import BLOCK, compared, in_turns, percent
 from omegaconf import OmegaConf
 
 from fusedmlp import impls
@@ -109,29 +109,9 @@ def overhead(bench: Bench) -> None:
                  f"trainer.cuda_graph={str(captured).lower()}", f"trainer.adamw={adamw}")  # fmt: skip
         turns = in_turns(partial(bench.ours, *words), others, bench.device)
         del others
-        wall, cpu = ([[getattr(taken, name) for taken in turn] for turn in turns] for name in ("ms", "cpu_ms"))
-        ratios, of_cpu = ([mine / statistics.mean(bare) for mine, *bare in taken] for taken in (wall, cpu))
-        control = [second / first for _, first, second in wall]
-        rows.append({
-            "dim": dim, "loop": loop, "adamw": adamw, "turns": len(turns),
-            "bare ms": statistics.median(statistics.mean(bare) for _, *bare in wall),
-            "ours ms": statistics.median(mine for mine, *_ in wall),
-            "overhead %": 100 * (statistics.median(ratios) - 1), "95 % interval": _percent(*interval(ratios)),
-            "smallest, largest %": _span(ratios),
-            "bare over bare %": 100 * (statistics.median(control) - 1), "its interval": _percent(*interval(control)),
-            "bare CPU ms": statistics.median(statistics.mean(bare) for _, *bare in cpu),
-            "CPU time %": 100 * (statistics.median(of_cpu) - 1), "its 95 % interval": _percent(*interval(of_cpu)),
-            "goal %": 2 if captured else 5,
-        })  # fmt: skip
+        row = {"dim": dim, "loop": loop, "adamw": adamw, "turns": len(turns)}
+        rows.append(row | compared(turns) | {"goal %": 2 if captured else 5})
         bench.write()
-
-
-def _span(ratios: list[float]) -> str:
-    return _percent(min(ratios), max(ratios))
-
-
-def _percent(low: float, high: float) -> str:
-    return f"{100 * (low - 1):.1f}, {100 * (high - 1):.1f}"
 
 
 def logging(bench: Bench) -> None:
@@ -152,7 +132,7 @@ def logging(bench: Bench) -> None:
         rows.append({
             "dim": dim, "cuda_graph": captured, "never ms": statistics.median(times[NEVER]),
             "every step ms": statistics.median(times[1]), "cost %": 100 * (statistics.median(ratios) - 1),
-            "smallest, largest %": _span(ratios), "goal %": 1,
+            "smallest, largest %": percent(min(ratios), max(ratios)), "goal %": 1,
         })  # fmt: skip
 
 

@@ -72,6 +72,28 @@ def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: to
     return turns[1:]
 
 
+def compared(turns: Sequence[Sequence[Taken]]) -> dict[str, float | str]:
+    """Ours over the mean of two bare loops, in time and in CPU time, and the second of these over the first as control:
+    medians over the turns, with their 95 % intervals."""
+    wall, cpu = ([[getattr(taken, name) for taken in turn] for turn in turns] for name in Taken._fields)
+    ratios, of_cpu = ([mine / statistics.mean(bare) for mine, *bare in taken] for taken in (wall, cpu))
+    control = [second / first for _, first, second in wall]
+    return {
+        "bare ms": statistics.median(statistics.mean(bare) for _, *bare in wall),
+        "ours ms": statistics.median(mine for mine, *_ in wall),
+        "overhead %": 100 * (statistics.median(ratios) - 1), "95 % interval": percent(*interval(ratios)),
+        "smallest, largest %": percent(min(ratios), max(ratios)),
+        "bare over bare %": 100 * (statistics.median(control) - 1), "its interval": percent(*interval(control)),
+        "bare CPU ms": statistics.median(statistics.mean(bare) for _, *bare in cpu),
+        "CPU time %": 100 * (statistics.median(of_cpu) - 1), "its 95 % interval": percent(*interval(of_cpu)),
+    }  # fmt: skip
+
+
+def percent(low: float, high: float) -> str:
+    """Two ratios as what they are above 1."""
+    return f"{100 * (low - 1):.1f}, {100 * (high - 1):.1f}"
+
+
 def _mean(step_ms: list[float]) -> float:
     return statistics.mean(step_ms[UNCOUNTED:])
 

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from fusedmlp import impls
 from fusedmlp.training.adamw_plan import Columns, Group, Plan, check_state, host_memory
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def unsupported(parameters: Iterable[Tensor]) -> str | None:
     """Why `TritonAdamW` cannot train these parameters, in words a user can act on; None if it can."""
@@ -28,7 +26,7 @@ def unsupported(parameters: Iterable[Tensor]) -> str | None:
     for parameter in parameters:
         if type(parameter) not in (Tensor, nn.Parameter):
             return f"a parameter is a {type(parameter).__name__}; accepted: plain tensors"
-        if parameter.dtype not in _DTYPES:
+        if parameter.dtype not in impls.DEFAULT_DTYPES:
             return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}; accepted: fp32, bf16, fp16"
         if parameter.device.type not in impls.load("triton").DEVICES:
             return f"parameters are on {parameter.device}"

@@ -113,7 +113,9 @@ class Plan:
     def _rows(
         self, addresses: numpy.ndarray, groups: Sequence[Group], table_words: int, order: list[int]
     ) -> numpy.ndarray:
-        rows = numpy.empty((len(order), 8), dtype=numpy.int64)
+        from fusedmlp.kernels.adamw import COLUMNS
+
+        rows = numpy.empty((len(order), COLUMNS), dtype=numpy.int64)
         rows[:, :5] = addresses.T
         begin, settings = 0, self._words.data_ptr() + 8 * table_words
         for number, group in enumerate(groups):

@@ -65,6 +65,17 @@ def test_what_others_take_belongs_to_no_step():
     assert max(Durations.of(clock.take()).step_ms) < 200
 
 
+def test_ours_is_compared_with_the_mean_of_both_others():
+    taken = loop_turns.Taken
+    turns = [[taken(1.1 * n, 2.4 * n), taken(0.9 * n, 2.0 * n), taken(1.1 * n, 2.0 * n)] for n in range(1, 8)]
+    found = loop_turns.compared(turns)
+    assert found["overhead %"] == pytest.approx(10)
+    assert found["CPU time %"] == pytest.approx(20)
+    assert found["bare over bare %"] == pytest.approx(100 * 2 / 9)
+    assert (found["ours ms"], found["bare ms"]) == pytest.approx((4.4, 4.0))
+    assert found["95 % interval"] == found["smallest, largest %"] == "10.0, 10.0"
+
+
 def test_interval_of_a_median():
     # 12 values: the third and the tenth, with 96 %; the second and the eleventh would be more than is asked for.
     assert loop_turns.interval(list(range(12))) == (2, 9)
