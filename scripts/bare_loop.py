@@ -13,6 +13,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
 from fusedmlp.training.adamw import TritonAdamW
+from fusedmlp.training.cuda_graph import own_workspaces
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions, build
 from fusedmlp.training.step import next_token_loss
@@ -99,7 +100,7 @@ class BareLoop:
         for group in self.optimizer.param_groups:
             group["lr"], group["capturable"] = self.rate, True
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=side):
+        with own_workspaces(), torch.cuda.graph(self.graph, stream=side):
             self._step(*self.static)
 
     def _replay(self) -> None:

@@ -32,7 +32,7 @@ class CudaGraphs:
     def aside(self) -> Iterator[None]:
         """Runs what is inside on the stream that will be recorded, between what precedes it and what follows it.
 
-        So cuBLAS has its workspace for that stream, and autograd no ties to another one.
+        So libraries have what they set up for a stream, and autograd no ties to another one.
         """
         main = torch.cuda.current_stream(self.device)
         self._recording.wait_stream(main)
@@ -86,7 +86,7 @@ class CudaGraphs:
         torch.clear_autocast_cache()
         try:
             # torch.cuda.graph leaves its stream current when it fails. Other threads (pinning, W&B) may go on.
-            with torch.cuda.stream(self._recording):
+            with torch.cuda.stream(self._recording), own_workspaces():
                 with torch.cuda.graph(
                     graph, pool=self._pool, stream=self._recording, capture_error_mode="thread_local"
                 ):
@@ -114,6 +114,22 @@ class CudaGraphs:
         gc.collect()
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """What is recorded inside has cuBLAS's workspaces in the memory of its graph.
+
+    It would use those that PyTorch keeps for each stream. Lightning frees them all whenever it sets up a Trainer, and
+    PyTorch a stream's with any graph that was recorded on it (its issue 193402): a replay after that writes to freed
+    memory, or ends the process. Source: torch._inductor.cudagraph_trees, which clears them before and after as well.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        # What is not replayed must not use it.
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @functools.cache
