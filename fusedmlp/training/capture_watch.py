@@ -9,15 +9,18 @@ import numpy
 import torch
 from torch import nn
 
+from fusedmlp.training.host_values import KeptTensor, host_values
+
 
 @contextmanager
 def watch_host(model: nn.Module, found: list[str]) -> Iterator[None]:
-    """Appends to `found` what happens inside, in words: random numbers drawn on the CPU, buffers that are replaced.
+    """Appends to `found` what happens inside, in words: random numbers drawn on the CPU, values in Python that change.
 
     Nothing of that fails in a recording. Layers that are dropped at random would from then on be always those that were
-    dropped in the step that was recorded, and a mean that is kept in a buffer would not go on.
+    dropped in the step that was recorded, and a mean that is kept in a buffer, or a schedule that counts the steps,
+    would not go on.
     """
-    states, buffers = _random_states(), dict(model.named_buffers())
+    states, buffers, values = _random_states(), dict(model.named_buffers()), host_values(model)
     yield
     for name, state in _random_states().items():
         if state != states[name]:
@@ -25,6 +28,10 @@ def watch_host(model: nn.Module, found: list[str]) -> Iterator[None]:
     for name, buffer in model.named_buffers():
         if name in buffers and buffer is not buffers[name]:
             found.append(f"puts another tensor in the place of the buffer {name}, and a replay would not")
+    for name, value in host_values(model).items():
+        if name in values and value != values[name]:
+            what = f"the tensor {name}, which is no buffer" if isinstance(value, KeptTensor) else f"{name}, on the CPU"
+            found.append(f"changes {what}, and a replay would not")
 
 
 def _random_states() -> dict[str, Any]:

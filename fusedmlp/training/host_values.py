@@ -1,0 +1,145 @@
+"""The values that a model keeps on the host, in Python, and may change in a step."""
+
+import functools
+import random
+import reprlib
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import count
+from operator import length_hint
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+# What a model keeps is near to it; beyond that lie the data and the libraries.
+_DEPTH, _MOST_ITEMS, _MOST_VALUES = 4, 1000, 100_000
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+# Their own state is known, and no step of a model depends on it.
+_KNOWN_PACKAGES = ("builtins", "torch", "fusedmlp", "lightning")
+_LEAVES = (type, ModuleType)
+
+
+def host_values(model: nn.Module) -> dict[str, object]:
+    """What is kept on the host, by where it is: equal values are no change that a later step could see.
+
+    Looked through are the attributes of the modules, what these refer to, and the variables of the classes and files
+    that the modules are from. Not in it are parameters and buffers, and what else a step changes on the GPU in place.
+    """
+    found: dict[str, object] = {}
+    seen: dict[int, Any] = {id(module): module for module in model.modules()}
+    waiting: deque[tuple[str, Any, int]] = deque((name, value, 0) for name, value in _roots(model))
+    while waiting and len(found) < _MOST_VALUES:
+        name, value, depth = waiting.popleft()
+        # Somebody else's object may raise whatever it is asked.
+        with suppress(Exception):
+            if (state := _state(value)) is not None:
+                found[name] = state
+            elif depth <= _DEPTH and id(value) not in seen:
+                seen[id(value)] = value
+                waiting.extend((name + part, inner, depth + 1) for part, inner in _parts(value))
+    return found
+
+
+class KeptTensor:
+    """A tensor that is neither a parameter nor a buffer. It is not kept alive for this."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = weakref.ref(tensor)
+        self.differentiable = tensor.requires_grad
+        # On a GPU a replay does again what is done in place.
+        self.version = tensor._version if tensor.device.type == "cpu" and not tensor.is_inference() else 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KeptTensor):
+            return False
+        # No step differentiates through what an earlier one has left, so nothing reads that.
+        left = self.differentiable or other.differentiable
+        return left or (self.tensor() is other.tensor() and self.version == other.version)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _state(value: Any) -> object:
+    """Something that is equal as long as the value is the same; None for what has parts, and what is not looked at."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        return KeptTensor(value)
+    if issubclass(kind, torch.Generator):
+        # A graph takes care of a generator on the GPU, or refuses it.
+        return value.get_state().tolist() if value.device.type == "cpu" else 0
+    if issubclass(kind, random.Random):
+        return value.getstate()
+    if issubclass(kind, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if issubclass(kind, numpy.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    if issubclass(kind, numpy.ndarray | numpy.generic):
+        return value.shape, value.tobytes() if value.size <= _MOST_ITEMS else None
+    if kind is count or issubclass(kind, float | complex):
+        return repr(value)  # a NaN is not equal to itself
+    if issubclass(kind, bool | int | str | bytes | None.__class__):
+        return kind, value
+    if issubclass(kind, Iterator) and not hasattr(value, "__dict__"):
+        return length_hint(value, -1)
+    return None
+
+
+def _roots(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    namespaces: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for key, value in vars(module).items():
+            if key not in _MODULE_TABLES:
+                yield prefix + key, value
+        for owner in type(module).__mro__:
+            if owner.__module__.partition(".")[0] not in _KNOWN_PACKAGES:
+                namespaces[f"{owner.__module__}.{owner.__qualname__}"] = owner
+                namespaces[owner.__module__] = sys.modules.get(owner.__module__)
+    for name, namespace in namespaces.items():
+        if namespace is not None:
+            yield from ((f"{name}.{key}", value) for key, value in list(vars(namespace).items()))
+
+
+def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+    kind = type(value)
+    if issubclass(kind, dict):
+        items = list(value.items())
+        return [("", len(items)), *((f"[{reprlib.repr(key)}]", inner) for key, inner in items[:_MOST_ITEMS])]
+    if issubclass(kind, list | tuple | set | frozenset | deque):
+        return [("", len(value)), *((f"[{i}]", inner) for i, inner in enumerate(list(value)[:_MOST_ITEMS]))]
+    if issubclass(kind, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        kept = [(f".{name}", cell.cell_contents) for name, cell in cells if _filled(cell)]
+        return [*kept, (".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__)]
+    if issubclass(kind, MethodType):
+        return [("", value.__self__), ("", value.__func__)]
+    if issubclass(kind, functools.partial):
+        return [("", value.func), (".args", value.args), (".keywords", value.keywords)]
+    known = kind.__module__.partition(".")[0] in _KNOWN_PACKAGES
+    if issubclass(kind, _LEAVES) or (known and not issubclass(kind, nn.Module)):
+        return ()
+    slots = (name for owner in kind.__mro__ for name in _slots(owner) if hasattr(value, name))
+    return [
+        *((f".{key}", inner) for key, inner in list(getattr(value, "__dict__", {}).items())),
+        *((f".{name}", getattr(value, name)) for name in slots),
+    ]
+
+
+def _slots(owner: type) -> tuple[str, ...]:
+    slots = owner.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

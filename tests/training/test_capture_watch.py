@@ -1,0 +1,160 @@
+"""What a step does in Python is seen before it is recorded, since no replay would do it."""
+
+import itertools
+import random
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from fusedmlp.training.capture_watch import watch_host
+from fusedmlp.training.host_values import host_values
+
+CALLS = 0
+HISTORY: list[int] = []
+
+
+class Net(nn.Module):
+    calls = 0
+
+    def __init__(self, work=None):
+        super().__init__()
+        self.inner, self.work = nn.Linear(4, 4), work
+
+    def forward(self, x):
+        y = self.inner(x)
+        if self.work is not None:
+            self.work(self, y)
+        return y
+
+
+@dataclass(slots=True)
+class Schedule:
+    rate: float = 0.0
+
+    def step(self, *_):
+        self.rate += 0.1
+
+
+def counts(net, y):
+    net.inner.calls = getattr(net.inner, "calls", 0) + 1
+
+
+def counts_for_all(net, y):
+    Net.calls += 1
+
+
+def counts_globally(net, y):
+    global CALLS
+    CALLS += 1
+
+
+def remembers(net, y):
+    HISTORY.append(0)
+
+
+def carries(net, y):
+    net.state = getattr(net, "state", torch.zeros(())) * 0.9 + y.detach().mean()
+
+
+def counts_in_a_tensor(net, y):
+    if not hasattr(net, "count"):
+        net.count = torch.zeros(())
+    net.count += 1
+
+
+def hides(net, y):
+    net.kept = {"cache": [y.detach()]}
+
+
+def drawing(generator, draw):
+    return lambda net, y: draw(generator)
+
+
+def once(net, y):
+    net.ready, net.mask = True, net.mask if hasattr(net, "mask") else torch.ones(3)
+
+
+def shows(net, y):
+    net.last, net.loss = y, [y.sum()]
+
+
+def enclosed():
+    seen = {"steps": 0}
+
+    def hook(net, y):
+        seen["steps"] += 1
+
+    return hook
+
+
+def with_keyword(net, y, at):
+    at.value += 1
+
+
+WORK = [
+    (counts, "inner.calls"),
+    (counts_for_all, "test_capture_watch.Net.calls"),
+    (counts_globally, "test_capture_watch.CALLS"),
+    (remembers, "test_capture_watch.HISTORY"),
+    (carries, "state"),
+    (counts_in_a_tensor, "count"),
+    (hides, "kept['cache'][0]"),
+    (Schedule().step, "work.rate"),
+    (enclosed(), "work.seen['steps']"),
+    (partial(with_keyword, at=SimpleNamespace(value=0)), "work.keywords['at'].value"),
+    (drawing(random.Random(0), random.Random.random), "work.generator"),
+    (drawing(numpy.random.default_rng(0), numpy.random.Generator.random), "work.generator"),
+    (drawing(numpy.random.RandomState(0), numpy.random.RandomState.rand), "work.generator"),  # noqa: NPY002
+    (drawing(torch.Generator(), lambda generator: torch.rand((), generator=generator)), "work.generator"),
+    (drawing(itertools.count(), next), "work.generator"),
+    (drawing(iter(range(9)), next), "work.generator"),
+    (drawing(deque([1, 2, 3]), deque.rotate), "work.generator[0]"),
+    (drawing(numpy.zeros(2), lambda array: numpy.add(array, 1, out=array)), "work.generator"),
+]
+
+
+def watched(net):
+    found: list[str] = []
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+    with watch_host(net, found):
+        net(torch.ones(2, 4)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("work", "where"), WORK)
+def test_what_changes_in_python_is_named(work, where):
+    lines = [line for line in watched(Net(work)) if line.startswith("changes ") and f"{where}, " in line]
+    assert lines
+    assert all(line.endswith("and a replay would not") for line in lines)
+
+
+def test_a_hook_counts_too():
+    net = Net()
+    net.inner.register_forward_hook(lambda module, inputs, output: counts(net, output))
+    assert "inner.calls" in watched(net)[0]
+
+
+class Difficult:
+    def __getattr__(self, name):
+        raise OSError(name)
+
+
+@pytest.mark.parametrize("work", [None, once, shows])
+def test_what_a_later_step_does_not_see_is_no_change(work):
+    """What is computed once, and outputs with a graph, which steps leave behind and none reads."""
+    net = Net(work)
+    net.difficult, net.self, net.nan = [Difficult()], net, float("nan")
+    assert watched(net) == []
+
+
+def test_a_value_that_a_step_sets_to_itself_is_none_either():
+    net = Net(lambda net, y: setattr(net, "rate", float("0.5")))
+    assert watched(net) == []
+    assert any(name.endswith("rate") for name in host_values(net))
