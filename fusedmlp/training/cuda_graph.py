@@ -97,6 +97,7 @@ class CudaGraphs:
                         raise
         except BaseException:
             self.give_up()
+            release_generator(torch.cuda.default_generators[self.device.index])
             # Ending a failed recording raises another error.
             if failure is not None:
                 raise failure from None
@@ -130,6 +131,15 @@ def own_workspaces() -> Iterator[None]:
     finally:
         # What is not replayed must not use it.
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def release_generator(generator: torch.Generator) -> None:
+    """Lets a generator draw numbers again after a recording that CUDA has ended.
+
+    PyTorch before 2.14 would take it to be recorded still, and every dropout from then on would raise "Offset increment
+    outside graph capture". A copy of its state knows nothing of that, and goes on where it was.
+    """
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @functools.cache

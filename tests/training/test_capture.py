@@ -12,9 +12,9 @@ from training.runs import curve, fits, result, rows, train
 
 from fusedmlp import impls
 from fusedmlp.models import MLPLanguageModel
-from fusedmlp.training import capture, data_windows, step, task
+from fusedmlp.training import capture, cuda_graph, data_windows, step, task
 from fusedmlp.training.capture_choice import obstacle
-from fusedmlp.training.cuda_graph import Staging
+from fusedmlp.training.cuda_graph import CudaGraphs, Staging
 from fusedmlp.training.throughput import HostEvent
 
 pytestmark = fits
@@ -388,6 +388,40 @@ def task_trainer(monkeypatch):
         )  # fmt: skip
 
     return add
+
+
+class Generator:
+    """As CUDA's: a recording takes it, and one that fails does not give it back."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def clone_state(self):
+        return Generator({**self.state, "recorded": False})
+
+    def graphsafe_set_state(self, other):
+        self.state = other.state
+
+
+def test_a_failed_recording_gives_the_random_numbers_back(monkeypatch):
+    generator = Generator({"offset": 8, "recorded": False})
+
+    @contextlib.contextmanager
+    def recording(*_, **__):
+        generator.state["recorded"] = True
+        yield
+        generator.state["recorded"] = False
+
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_graph, "own_workspaces", contextlib.nullcontext)
+    graphs = object.__new__(CudaGraphs)
+    graphs.device, graphs._pool, graphs._recording = torch.device("cuda", 0), (0, 0), None
+    with pytest.raises(ZeroDivisionError):
+        graphs.record(lambda: 1 // 0)
+    assert generator.state == {"offset": 8, "recorded": False}
 
 
 class Log:

@@ -125,7 +125,8 @@ def uncapturable(request, monkeypatch):
             assert tokens.sum().item() >= 0
         else:
             torch.cuda.synchronize()
-        return forward(self, tokens)
+        # A failed recording must not keep the generator.
+        return torch.nn.functional.dropout(forward(self, tokens), 0.1, self.training)
 
     monkeypatch.setattr(MLPLanguageModel, "forward", reading)
     return request.param
