@@ -86,7 +86,7 @@ class CudaGraphs:
         torch.clear_autocast_cache()
         try:
             # torch.cuda.graph leaves its stream current when it fails. Other threads (pinning, W&B) may go on.
-            with torch.cuda.stream(self._recording), own_workspaces():
+            with torch.cuda.stream(self._recording), own_workspaces(), nothing_collected():
                 with torch.cuda.graph(
                     graph, pool=self._pool, stream=self._recording, capture_error_mode="thread_local"
                 ):
@@ -131,6 +131,23 @@ def own_workspaces() -> Iterator[None]:
     finally:
         # What is not replayed must not use it.
         torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Inside, Python's garbage collector does not run.
+
+    It would end a recording by what it destroys there: the graph of an earlier run, which a cycle has kept alive, or a
+    Triton kernel that autotuning has discarded.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def release_generator(generator: torch.Generator) -> None:

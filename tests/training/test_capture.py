@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import gc
 import random
+import weakref
 
 import numpy
 import pytest
@@ -403,7 +405,9 @@ class Generator:
         self.state = other.state
 
 
-def test_a_failed_recording_gives_the_random_numbers_back(monkeypatch):
+@pytest.fixture
+def recorder(monkeypatch):
+    """`CudaGraphs` on a CPU, and the generator of its device: a recording is to call the function."""
     generator = Generator({"offset": 8, "recorded": False})
 
     @contextlib.contextmanager
@@ -419,9 +423,31 @@ def test_a_failed_recording_gives_the_random_numbers_back(monkeypatch):
     monkeypatch.setattr(cuda_graph, "own_workspaces", contextlib.nullcontext)
     graphs = object.__new__(CudaGraphs)
     graphs.device, graphs._pool, graphs._recording = torch.device("cuda", 0), (0, 0), None
+    return graphs, generator
+
+
+def test_a_failed_recording_gives_the_random_numbers_back(recorder):
+    graphs, generator = recorder
     with pytest.raises(ZeroDivisionError):
         graphs.record(lambda: 1 // 0)
     assert generator.state == {"offset": 8, "recorded": False}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_in_a_recording(recorder, enabled):
+    """A graph of an earlier run, held by a cycle, would end the recording in which it is destroyed."""
+    graphs, _ = recorder
+    cycle: list[object] = [Event()]
+    cycle.append(cycle)
+    earlier, states = weakref.ref(cycle[0]), []
+    (gc.enable if enabled else gc.disable)()
+    try:
+        del cycle
+        graphs.record(lambda: states.extend((earlier(), gc.isenabled())))
+        assert states == [None, False]
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 class Log:

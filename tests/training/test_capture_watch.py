@@ -110,7 +110,7 @@ WORK = [
     (partial(with_keyword, at=SimpleNamespace(value=0)), "work.keywords['at'].value"),
     (drawing(random.Random(0), random.Random.random), "work.generator"),
     (drawing(numpy.random.default_rng(0), numpy.random.Generator.random), "work.generator"),
-    (drawing(numpy.random.RandomState(0), numpy.random.RandomState.rand), "work.generator"),  # noqa: NPY002
+    (drawing(numpy.random.RandomState(0), numpy.random.RandomState.rand), "work.generator"),
     (drawing(torch.Generator(), lambda generator: torch.rand((), generator=generator)), "work.generator"),
     (drawing(itertools.count(), next), "work.generator"),
     (drawing(iter(range(9)), next), "work.generator"),
