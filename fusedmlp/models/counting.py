@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedmlp import impls
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _SAMPLES = 2
 # A cache may hold its tensors in tuples, lists and lists of those.
 _DEPTH = 3
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def told_flops(net: nn.Module, title: str) -> int | None:
@@ -87,6 +89,17 @@ def _grouped_product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
 _FORMULAS = {torch.ops.aten._grouped_mm: _grouped_product}
 
 
+class _GroupedInAnyType(TorchDispatchMode):
+    """Lets tensors without memory be multiplied in groups in any type, as those with memory may be."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype in _HALF:
+            return func(*args, **(kwargs or {}))
+        a, b, *others = args
+        ends = others[0] if others else (kwargs or {}).get("offs")
+        return func(a.bfloat16(), b.bfloat16(), ends).to(a.dtype)
+
+
 class _Counter(FlopCounterMode):
     """Leaves out what activation checkpointing computes once more in the backward pass, with gradients on."""
 
@@ -99,7 +112,7 @@ class _Counter(FlopCounterMode):
         if func_packet in self.flop_registry:
             flops: Any = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
             dtype = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
-            if dtype in (torch.bfloat16, torch.float16):
+            if dtype in _HALF:
                 self.half += flops
             elif "convolution" in str(func_packet):
                 self.convolutions += flops
@@ -114,7 +127,7 @@ def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:
             if getattr(module, "impl", None) in impls.names():
                 module.impl = "native"  # type: ignore[assignment]
         tokens = torch.zeros(_SAMPLES, length, dtype=torch.long)
-        with _Counter(display=False, custom_mapping=_FORMULAS) as counter:
+        with _GroupedInAnyType(), _Counter(display=False, custom_mapping=_FORMULAS) as counter:
             loss = model(tokens).float().sum()
             counter.in_backward = True
             loss.backward()
