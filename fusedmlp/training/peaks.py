@@ -33,6 +33,9 @@ class Rates:
 
 # From the vendors' documents. Where they give a tensor core's rate with 2:4 sparsity, half of it stands here.
 _A100 = Rates(19.5, 156, 312)  # NVIDIA A100 datasheet, all forms
+_A10 = Rates(31.2, 62.5, 125)  # NVIDIA A10 datasheet
+_RTX_A6000 = Rates(38.7, 77.4, 154.8)  # NVIDIA GA102 whitepaper, appendix A
+_RTX_3090 = Rates(35.6, 35.6, 71)  # NVIDIA GA102 whitepaper, appendix A
 _H100_SXM = Rates(67, 494.5, 989)  # NVIDIA H100 datasheet, H100 SXM: 67, 989 and 1,979 with sparsity
 _H100_PCIE = Rates(51, 378, 756)  # NVIDIA H100 PCIe datasheet: 51, 756 and 1,513 with sparsity
 _H100_NVL = Rates(60, 417.5, 835.5)  # NVIDIA H100 datasheet, H100 NVL: 60, 835 and 1,671 with sparsity
@@ -42,6 +45,7 @@ _B200 = Rates(75, 1125, 2250)  # NVIDIA HGX B200 datasheet: 600, 18,000 and 36,0
 _GH200 = Rates(67, 494.5, 989)  # NVIDIA GH200 datasheet: 67, 989 and 1,979 with sparsity
 _GB200 = Rates(80, 1250, 2500)  # NVIDIA DGX GB200 and HGX B200 datasheet, one GPU: 80, 2,500 and 5,000 with sparsity
 _L4 = Rates(30.3, 60, 121)  # NVIDIA L4 datasheet: 30.3, 120 and 242 with sparsity
+_L40 = Rates(90.5, 90.5, 181)  # NVIDIA L40 datasheet: 90.5, 181 and 362 with sparsity
 _L40S = Rates(91.6, 183, 362)  # NVIDIA L40S datasheet
 _RTX_6000_ADA = Rates(91.1, 182.1, 364.2)  # NVIDIA RTX 6000 Ada datasheet: 91.1, and 1,457 in fp8 with sparsity
 _RTX_4090 = Rates(82.6, 82.6, 165.2)  # NVIDIA Ada GPU architecture whitepaper, appendix A
@@ -53,10 +57,14 @@ _RATES = {
     "NVIDIA A100-SXM4-40GB": _A100,
     "NVIDIA A100-SXM4-80GB": _A100,
     "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100-PG509-200": _A100,
     "NVIDIA A100 80GB PCIe": _A100,
     "A100-SXM4-40GB": _A100,  # drivers before R470 leave the vendor out
     "A100-SXM4-80GB": _A100,
     "A100-PCIE-40GB": _A100,
+    "NVIDIA A10": _A10,
+    "NVIDIA RTX A6000": _RTX_A6000,
+    "NVIDIA GeForce RTX 3090": _RTX_3090,
     "NVIDIA H100 80GB HBM3": _H100_SXM,
     "NVIDIA H100 PCIe": _H100_PCIE,
     "NVIDIA H100 NVL": _H100_NVL,
@@ -68,6 +76,7 @@ _RATES = {
     "NVIDIA GH200 144G HBM3e": _GH200,
     "NVIDIA GB200": _GB200,
     "NVIDIA L4": _L4,
+    "NVIDIA L40": _L40,
     "NVIDIA L40S": _L40S,
     "NVIDIA RTX 6000 Ada Generation": _RTX_6000_ADA,
     "NVIDIA GeForce RTX 4090": _RTX_4090,
@@ -100,8 +109,9 @@ def matmul_dtype(precision: str) -> str:
 
 def convolution_dtype(precision: str) -> str:
     """What the convolutions of such a run are computed from: in fp32, cuDNN's are TF32 unless that is forbidden."""
-    dtype, cudnn = matmul_dtype(precision), torch.backends.cudnn
-    return "tf32" if dtype == "fp32" and cudnn.conv.fp32_precision == "tf32" else dtype  # type: ignore[attr-defined]
+    if precision.startswith("bf16"):
+        return "bf16"
+    return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "fp32"  # type: ignore[attr-defined]
 
 
 def find_peak(

@@ -16,6 +16,10 @@ from fusedmlp.training.peaks import Peak, find_peak, matmul_dtype, table_tflops
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100-PG509-200", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA GeForce RTX 3090", 71),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835.5),
@@ -25,6 +29,7 @@ from fusedmlp.training.peaks import Peak, find_peak, matmul_dtype, table_tflops
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA GB200", 2500),
         ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181),
         ("NVIDIA L40S", 362),
         ("NVIDIA RTX 6000 Ada Generation", 364.2),
         ("NVIDIA GeForce RTX 4090", 165.2),
@@ -45,7 +50,11 @@ def test_the_common_cards(gpu, bf16):
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 5090 D",
         "NVIDIA GeForce RTX 5090 Laptop GPU",
-        "NVIDIA L40",
+        "NVIDIA L40S-24Q",
+        "NVIDIA A10G",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        "GRID A100-40C",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA H800",
         "NVIDIA H20",
@@ -90,6 +99,8 @@ def test_convolutions_in_fp32_are_tf32_unless_that_is_forbidden(monkeypatch):
     assert find_peak("a GPU of tomorrow", "32-true", None, 0.25) == Peak(None, None)
     monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision="ieee"))
     assert find_peak(a100, "32-true", None, 0.25) == Peak(19.5, "table")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert find_peak(a100, "32-true", None, convolutions=1.0) == Peak(19.5, "table"), "whatever products may be"
 
 
 def test_what_a_model_computes_in_16_bits_in_an_fp32_run_has_the_peak_of_that():
