@@ -92,8 +92,7 @@ class StepCapture:
             return self._replay(batch, first, last)
         self.eager += last
         if self._warming:
-            self._sizes = self._warm_up(batch, last)
-            return self._sizes
+            return self._warm_up(batch, last)
         return self.step.micro_step(*batch, last=last)
 
     @property
@@ -190,7 +189,7 @@ class StepCapture:
     def _record(self, last: bool) -> None:
         # impl=auto has measured in the warm-up what is fastest where launches cost nothing.
         with auto.replayed(), self.step.metrics.not_counted():
-            self.step.micro_step(*self._staging.batch, last=last)
+            self._sizes = self.step.micro_step(*self._staging.batch, last=last)
 
     def _replay(self, batch: Batch, first: bool, last: bool) -> tuple[int, int]:
         self._staging.load(batch)

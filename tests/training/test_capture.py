@@ -299,6 +299,24 @@ def test_a_batch_of_another_shape(tmp_path, graphs, monkeypatch, odd):
     assert result(tmp_path / "auto")["cuda_graph"]["steps_replayed"] == 3
 
 
+def test_a_batch_of_another_shape_before_the_capture(tmp_path, graphs, monkeypatch):
+    """What is counted in a replay is the size of the batch that was recorded, not of an earlier one."""
+    starts = data_windows.WindowOrder.starts
+    monkeypatch.setattr(
+        data_windows.WindowOrder, "starts", lambda self, i: starts(self, i)[: 5 if i == 2 else self.batch_size]
+    )
+    micro_step, counted = task.LanguageModelTask.micro_step, []
+
+    def counting(self, batch):
+        micro_step(self, batch)
+        counted.append(self.samples)
+
+    monkeypatch.setattr(task.LanguageModelTask, "micro_step", counting)
+    train(tmp_path / "run", "trainer.cuda_graph=true")
+    assert result(tmp_path / "run")["cuda_graph"]["steps_replayed"] == 3
+    assert counted == [8, 16, 21, 29, 37, 45]
+
+
 def show_gradients(monkeypatch, graphs):
     """The gradients of a graph have their address once it is recorded; those of a played one only after it played."""
     leave = capture.StepCapture._leave
