@@ -85,8 +85,20 @@ def _grouped_product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
-# What PyTorch's counter has no formula for.
-_FORMULAS = {torch.ops.aten._grouped_mm: _grouped_product}
+def _convolution_backward(
+    dy: torch.Size, x: torch.Size, weight: torch.Size, *others: Any, out_val: Any = None, out_shape: Any = None
+) -> int:
+    """FLOPs of the gradients of a convolution's x and weight, each of them those of the convolution."""
+    *_, transposed, _, _, wanted = others
+    places = math.prod((x if transposed else dy)[2:])
+    return 2 * x[0] * places * math.prod(weight) * (wanted[0] + wanted[1])
+
+
+# What PyTorch's counter has no formula for, or one that counts groups which are not multiplied with one another.
+_FORMULAS = {
+    torch.ops.aten._grouped_mm: _grouped_product,
+    torch.ops.aten.convolution_backward: _convolution_backward,
+}
 
 
 class _GroupedInAnyType(TorchDispatchMode):

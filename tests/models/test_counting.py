@@ -150,6 +150,18 @@ class Convolving(Net):
         return self.conv(x.mT).mT
 
 
+class ConvolvingInGroups(Net):
+    """Each output channel sees one of the 16; strided, then back to the length, and twice as many channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow = nn.Conv1d(16, 32, 2, 2, groups=16)
+        self.widen = nn.ConvTranspose1d(32, 16, 2, 2, groups=16)
+
+    def mixed(self, x):
+        return self.widen(self.narrow(x.mT)).mT
+
+
 class HalfInHalf(Net):
     def __init__(self):
         super().__init__()
@@ -331,6 +343,12 @@ def test_the_share_of_convolutions(monkeypatch):
     monkeypatch.setattr(Telling, "flops_per_sample", 777)
     model = made(Telling)
     assert (model.flops_per_sample(), model.convolution_share) == (777, 0)
+
+
+def test_a_convolution_in_groups_has_the_products_within_them():
+    """PyTorch's counter multiplies every group with every other one for the gradient of the weight."""
+    narrow = widen = 3 * 2 * (CONTEXT // 2) * 32 * 2
+    assert made(ConvolvingInGroups).flops_per_sample() == FLOPS + narrow + widen
 
 
 def test_the_share_of_products_in_16_bits(monkeypatch):
