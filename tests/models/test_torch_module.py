@@ -237,6 +237,14 @@ def test_libraries_models_by_name(target, kwargs, library, tmp_path):
         assert again(tokens).shape == (2, 128, 256)
 
 
+def test_a_small_vocabulary_has_no_token_for_padding():
+    pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    model = TorchModule("hf:phi3", {**sizes, "num_key_value_heads": 2, "vocab_size": 256}, context=8)
+    assert model.net.config.pad_token_id is None, "32000, as its own vocabulary has it"
+    assert model(torch.zeros(1, 8).long()).shape == (1, 8, 256)
+
+
 class Reads(TorchDispatchMode):
     """Counts where a value is read, for which the host would wait on a GPU."""
 
