@@ -232,8 +232,9 @@ def _hugging_face(name: str, **kwargs: Any) -> nn.Module:
         config.use_cache = False  # keys and values of earlier tokens are for generation
     padding, tokens = (getattr(config, key, None) for key in ("pad_token_id", "vocab_size"))
     if isinstance(padding, int) and isinstance(tokens, int) and padding >= tokens:
-        # That of a vocabulary which kwargs have made smaller; windows have no padding.
-        config.pad_token_id = None
+        # That of a vocabulary which kwargs have made smaller; windows have no padding. Some types insist on a number.
+        with suppress(Exception):
+            config.pad_token_id = None
     for family in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageClassification):
         with suppress(ValueError):  # a type of model that the family does not have
             return family.from_config(config)
