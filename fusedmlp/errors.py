@@ -2,7 +2,10 @@
 
 import torch
 
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+# The last is for a size beyond 2^63 bytes.
+_OUT_OF_MEMORY = (
+    "out of memory", "can't allocate memory", "not enough memory", "Storage size calculation overflowed",
+)  # fmt: skip
 
 
 class UserError(RuntimeError):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from fusedmlp.errors import UserError
+from fusedmlp.training.options import converted
 from fusedmlp.training.paths import from_user_directory
 
 _READ_BYTES = 1 << 24
@@ -54,7 +55,9 @@ def make_source(name: str, options: dict[str, Any]) -> Source:
     if unknown := sorted(set(options) - set(known)):
         accepted = ", ".join(f"data.{key}" for key in known) or "no keys of its own"
         raise UserError(f"data.{unknown[0]} means nothing to data={name}, which accepts {accepted}")
-    return kinds[name](**options)
+    # As in the keys that all sources share, 1e6 may stand for 1000000.
+    whole = [field.name for field in fields(kinds[name]) if field.type is int and field.name in options]
+    return kinds[name](**options | {key: converted(f"data.{key}", options[key], int) for key in whole})
 
 
 def require_integers(minimum: int, **values: Any) -> None:

@@ -30,7 +30,11 @@ class CsvSink:
         self._writer.writeheader()
 
     def write(self, row: dict[str, float]) -> None:
-        self._writer.writerow(row)
+        try:
+            self._writer.writerow(row)
+        except OSError as error:
+            # Which file it was, an open one does not say.
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def tick(self, step: int) -> None:
         pass

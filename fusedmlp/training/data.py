@@ -1,5 +1,6 @@
 """The LightningDataModule: byte-level windows of a packed corpus, and a position that survives a resume."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,11 @@ from fusedmlp.training.data_windows import (
     WindowOrder,
     validation_starts,
 )
+from fusedmlp.training.options import require
 from fusedmlp.training.paths import from_user_directory
+
+# Each worker is a process: a slip of the hand must not fill the machine with them.
+_WORKERS_PER_CORE = 16
 
 # What a checkpoint's position depends on, as the user knows it.
 _MEANING = {
@@ -65,6 +70,8 @@ class TextDataModule(LightningDataModule):
         super().__init__()
         require_integers(1, batch_size=batch_size, seq_len=seq_len, val_batches=val_batches)
         require_integers(0, seed=seed, num_workers=num_workers)
+        most = _WORKERS_PER_CORE * (os.cpu_count() or 1)
+        require("data.num_workers", num_workers, num_workers <= most, f"at most {most}, for the cores of this machine")
         if not isinstance(val_fraction, float) or not 0 < val_fraction < 1:
             raise UserError(f"data.val_fraction={val_fraction} is not between 0 and 1; the default is 0.1")
         self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed

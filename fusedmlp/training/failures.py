@@ -1,5 +1,6 @@
 """How a run ended: status, reason, hint and exit code for whatever was raised."""
 
+import re
 import signal
 from dataclasses import dataclass
 
@@ -30,6 +31,9 @@ def ending_of(error: BaseException | None) -> Ending:
         return Ending("completed")
     if isinstance(error, Interrupted):
         return Ending("interrupted", str(error), None, error.exit_code)
+    if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+        # Lightning's `fit` makes that of one that was raised, as by a debugger, and not sent.
+        error = error.__context__
     if isinstance(error, KeyboardInterrupt):
         return ending_of(Interrupted(signal.SIGINT))
     if isinstance(error, Diverged):
@@ -47,7 +51,19 @@ def ending_of(error: BaseException | None) -> Ending:
         where = f": {error.filename}" if error.filename else ""
         hint = "free some space or permissions, or choose another directory with hydra.run.dir=DIR"
         return Ending("failed", f"{error.strerror}{where}", hint, EXIT_FAILED, bug=True)
-    return Ending("failed", f"{type(error).__name__}: {_one_line(error)}", None, EXIT_FAILED, bug=True)
+    reason = _of_worker(error) or f"{type(error).__name__}: {_one_line(error)}"
+    return Ending("failed", reason, None, EXIT_FAILED, bug=True)
+
+
+def _of_worker(error: BaseException) -> str | None:
+    """What was raised in a worker of a DataLoader, whose traceback is the message of what is raised here."""
+    text = str(error)
+    caught = re.match(r"Caught (\w+) in DataLoader worker process (\d+)", text)
+    if caught is None:
+        return None
+    name, worker = caught.groups()
+    raised = re.findall(rf"^(?:\w+\.)*({name}(?:: .*)?)$", text, re.MULTILINE)
+    return f"{raised[-1]}, in data worker {worker}" if raised else None
 
 
 def _one_line(error: BaseException) -> str:

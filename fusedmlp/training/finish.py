@@ -124,6 +124,11 @@ class Finish:
         assert run.checkpoints is not None
         assert monitor.started is not None
         throughput = monitor.throughput()
+        if throughput is not None and (mfu := throughput.mfu_percent or 0.0) > 100:
+            run.progress.say(
+                f"warning: {mfu:.1f} % MFU: the device has done more than {throughput.peak_tflops:g} TFLOP/s, so that "
+                "is not its peak; give the right one with trainer.peak_tflops"
+            )
         first_steps, warmup = (throughput.first_steps_s, throughput.warmup_s) if throughput else (None, None)
         if first_steps is not None:
             first_steps += run.task.capture.capture_s or 0.0

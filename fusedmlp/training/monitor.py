@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from fusedmlp.training import environment
 from fusedmlp.training.failures import Diverged
 from fusedmlp.training.metrics import Reading
+from fusedmlp.training.optim import learning_rate
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.task import LanguageModelTask
 from fusedmlp.training.throughput import Cost, Durations, Step, StepClock, Throughput, summarize
@@ -110,7 +111,9 @@ class Monitor(Callback):
 
     def _request(self, step: int, task: LanguageModelTask) -> None:
         assert self.started is not None
-        row = {"step": step, "lr": task.learning_rate, "time/elapsed_s": time.perf_counter() - self.started}
+        # Not the task's, which is that of the next step already when that one has broken off.
+        row = {"step": step, "lr": learning_rate(step - 1, self.options)}
+        row["time/elapsed_s"] = time.perf_counter() - self.started
         steps = self.clock.take()
         if steps:
             row["time/replayed_percent"] = 100 * (task.capture.replayed - self._replayed) / len(steps)
@@ -168,8 +171,10 @@ class Monitor(Callback):
         if pending.steps:
             row |= self._speed(pending)
         self.last |= row
-        for sink in self.sinks:
-            sink.write(row)
+        # One that cannot take the row, as on a full disk, does not keep it from the others.
+        failures = [error for sink in self.sinks if (error := _refusal(sink, row)) is not None]
+        if failures:
+            raise failures[0]
         bad = [f"{name} is {value}" for name, value in means.items() if not math.isfinite(value)]
         if bad:
             raise Diverged(f"{' and '.join(bad)} at step {row['step']:.0f}")
@@ -197,3 +202,11 @@ class Monitor(Callback):
         # A window that leaves next to nothing is better than no number.
         durations = self._unprofiled if len(self._unprofiled.step_ms) > 1 else self._durations
         return summarize(durations, *self._per_step, self.cost, self._first_steps)
+
+
+def _refusal(sink: Sink, row: Row) -> Exception | None:
+    try:
+        sink.write(row)
+    except Exception as error:
+        return error
+    return None

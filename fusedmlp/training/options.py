@@ -128,6 +128,9 @@ class LoggerOptions:
 
     def __post_init__(self) -> None:
         choose("logger.mode", self.mode, WANDB_MODES)
+        # A number is a word, too: Hydra reads 2026 as one.
+        words = all(isinstance(tag, str | int | float) and 1 <= len(str(tag)) <= 64 for tag in self.tags)
+        require("logger.tags", self.tags, words, "a list of words of 1 to 64 characters, as in [A,B]")
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ def build(section: str, values: Mapping[str, Any], target: Callable[..., Any] | 
             raise UserError(f"{section}.{name}: no such key; keys of {section}: {', '.join(known)}")
     for name, (kind, required) in parameters.items():
         if name in values:
-            values[name] = _converted(f"{section}.{name}", values[name], kind)
+            values[name] = converted(f"{section}.{name}", values[name], kind)
         elif required:
             raise UserError(f"{section}.{name} is missing; expected {_described(kind)}")
     try:
@@ -234,7 +237,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[dict[str, tuple[Any, bool
     return named, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _converted(key: str, value: Any, kind: Any) -> Any:
+def converted(key: str, value: Any, kind: Any) -> Any:
     """`value` as `kind`: an integer may stand for a float, and 1e3 for 1000. Raises UserError for another type."""
     for option in _alternatives(kind):
         origin = typing.get_origin(option) or option

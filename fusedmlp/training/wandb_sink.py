@@ -52,7 +52,7 @@ class WandbSink:
                 name=name,
                 group=group,
                 job_type=job_type,
-                tags=options.tags,
+                tags=[str(tag) for tag in options.tags],
                 config=dict(config),
                 # W&B's service may be that of a process which started this one in another directory.
                 dir=folder.absolute(),

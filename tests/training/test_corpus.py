@@ -95,7 +95,7 @@ def test_local_sources_use_no_network_no_progress_bar_and_no_second_cache(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    options = {"stdlib": {}, "text": {"files": str(text_files / "*.txt")}, "synthetic": {"num_tokens": 1000}}
+    options = {"stdlib": {}, "text": {"files": str(text_files / "*.txt")}, "synthetic": {"num_tokens": 1e3}}
     assert load_or_build(make_source(name, options[name]), 0.1, tmp_path / "cache").num_train_tokens > 0
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "hf").exists()
@@ -222,8 +222,9 @@ def test_paths_are_relative_to_where_the_user_started(text_files, tmp_path, monk
         ("text", {"files": "texts/empty.txt"}, "corpus is empty"),
         ("text", {"file": "a.txt"}, "data.file means nothing.*data.files"),
         ("synthetic", {"num_tokens": 0}, "num_tokens=0"),
-        ("synthetic", {"num_tokens": 1e6}, "must be an integer"),
-        ("synthetic", {"num_tokens": 10**20}, "num_tokens=100000000000000000000: .* do not fit into .* are free"),
+        ("synthetic", {"num_tokens": 1.5}, "data.num_tokens=1.5: expected an integer"),
+        ("synthetic", {"content_seed": None}, "data.content_seed=null: expected an integer"),
+        ("synthetic", {"num_tokens": 10**18}, "num_tokens=1000000000000000000: .* do not fit into .* are free"),
         ("novels", {}, "stdlib, text, hf, synthetic"),
     ],
 )

@@ -147,6 +147,7 @@ def test_the_largest_batch_works_and_one_more_is_refused(make_data):
         ({"batch_size": 0}, "data.batch_size=0"),
         ({"seq_len": 1.5}, "data.seq_len=1.5"),
         ({"num_workers": -1}, "data.num_workers=-1"),
+        ({"num_workers": 10**6}, "data.num_workers=1000000: expected at most"),
         ({"seed": -1}, "data.seed=-1"),
         ({"files": "a.txt"}, "data.files means nothing to data=synthetic"),
     ],

@@ -94,6 +94,13 @@ def test_wandb_modes():
         build("logger", values | {"mode": "onlin"}, LoggerOptions)
 
 
+def test_wandb_tags():
+    values = OmegaConf.to_container(config().logger)
+    for tags in ([None], [""], ["a" * 65], [["a"]]):
+        with raises(UserError, "logger.tags=", "a list of words of 1 to 64 characters"):
+            build("logger", values | {"tags": tags}, LoggerOptions)
+
+
 @dataclass
 class Shelf:
     books: int

@@ -3,19 +3,23 @@
 import io
 import logging
 import math
+import os
 import resource
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import raises
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset
 from training.runs import RANDOM_BYTES, config, curve, fits, result, rows, train
 
 from fusedmlp import impls
 from fusedmlp.errors import UserError
 from fusedmlp.training import step, task
 from fusedmlp.training.csv_sink import COLUMNS, CsvSink
+from fusedmlp.training.failures import ending_of
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.metrics import DeviceMetrics, Reading
 from fusedmlp.training.monitor import Monitor
@@ -216,6 +220,7 @@ def test_infinite_gradients_count_as_divergence(tmp_path, monkeypatch):
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried 9 GB"),
+        RuntimeError("Storage size calculation overflowed with sizes=[256, 4611686018427387904]"),
     ],
 )
 def test_out_of_memory_has_its_reason_and_a_hint(tmp_path, monkeypatch, error):
@@ -249,14 +254,45 @@ def test_a_bug_keeps_its_traceback_in_the_log_and_the_checkpoint_before_it(tmp_p
     assert torch.load(found["checkpoint"], weights_only=True)["fusedmlp"]["step"] == 4
 
 
-def test_a_full_disk_is_a_reason(tmp_path, monkeypatch):
-    def full(self, row):
-        raise OSError(28, "No space left on device")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_a_reason_that_names_the_file_and_the_row_is_shown_all_the_same(tmp_path, monkeypatch, capsys):
+    write = CsvSink.write
 
-    monkeypatch.setattr(CsvSink, "write", full)
+    def filling(self, row):
+        if row["step"] == 3:
+            with open("/dev/full", "w") as full:
+                os.dup2(full.fileno(), self._file.fileno())
+        write(self, row)
+
+    monkeypatch.setattr(CsvSink, "write", filling)
     ending = train(tmp_path / "run")
-    assert (ending.status, ending.reason) == ("failed", "No space left on device")
+    reason = f"No space left on device: {tmp_path / 'run' / 'metrics.csv'}"
+    assert (ending.status, ending.reason) == ("failed", reason)
     assert result(tmp_path / "run")["status"] == "failed"
+    assert "step 3/6" in capsys.readouterr().out
+
+
+def test_a_keyboard_interrupt_that_no_signal_brought_is_one_all_the_same(tmp_path, monkeypatch):
+    """As `quit` in a debugger raises it; Lightning makes a SystemExit of it."""
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(task.LanguageModelTask, "micro_step", fail)
+    ending = train(tmp_path / "run")
+    assert (ending.status, ending.reason, ending.exit_code) == ("interrupted", "stopped by SIGINT", 130)
+
+
+class Broken(IterableDataset):
+    def __iter__(self):
+        raise ValueError("the window is broken\nin many places")
+        yield
+
+
+def test_a_failure_in_a_data_worker_says_what_it_was():
+    with pytest.raises(ValueError, match="Caught") as caught:
+        next(iter(DataLoader(Broken(), batch_size=None, num_workers=1)))
+    assert ending_of(caught.value).reason == "ValueError: the window is broken, in data worker 0"
 
 
 def test_a_result_that_cannot_be_written_is_the_runs_failure(tmp_path, monkeypatch):

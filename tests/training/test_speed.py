@@ -1,13 +1,16 @@
 """The speed that a run reports, in a time set by hand: what is not a step does not change it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from training.runs import fits, result, rows, train
 
 from fusedmlp.models import MLPLanguageModel
-from fusedmlp.training import data_windows, environment
+from fusedmlp.training import data_windows, environment, step
 from fusedmlp.training.checkpoint import Checkpoints
 from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.optim import learning_rate
 from fusedmlp.training.task import LanguageModelTask
 from fusedmlp.training.throughput import HostEvent
 
@@ -164,23 +167,34 @@ def test_mfu_on_a_cpu_is_missing_without_a_word_unless_the_config_has_a_peak(tmp
     found = result(tmp_path / "given")["throughput"]
     assert (found["peak_tflops"], found["peak_source"]) == (0.5, "config")
     assert found["mfu_percent"] == pytest.approx(100 * found["tflops_per_s"] / 0.5)
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_peak_that_the_device_exceeds_is_said_to_be_none(tmp_path, capsys):
+    train(tmp_path / "run", "trainer.peak_tflops=1e-9")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert "% MFU: the device has done more than 1e-09 TFLOP/s" in line
+    assert "trainer.peak_tflops" in line
 
 
 @pytest.mark.parametrize(("accumulate", "fails_at"), [(1, 7), (2, 13), (2, 14), (4, 28)])
 def test_a_run_that_breaks_off_between_two_log_points(tmp_path, now, monkeypatch, accumulate, fails_at):
     """In its step 7: the six before are in a row, at their speed, whatever was done of that step."""
-    calls, micro_step = [], LanguageModelTask.micro_step
+    calls, loss = [], step.next_token_loss
 
-    def failing(self, batch):
-        calls.append(batch)
+    def failing(logits, targets):
+        calls.append(targets)
         if len(calls) == fails_at:
             raise MemoryError
-        micro_step(self, batch)
+        return loss(logits, targets)
 
-    monkeypatch.setattr(LanguageModelTask, "micro_step", failing)
+    monkeypatch.setattr(step, "next_token_loss", failing)
     settings = (f"trainer.accumulate={accumulate}", f"data.batch_size={8 // accumulate}", "trainer.checkpoint=false")
     assert train(tmp_path / "run", "trainer.max_steps=50", "trainer.log_every=50", *settings).status == "failed"
-    assert [row["step"] for row in rows(tmp_path / "run")] == ["6"]
+    (row,) = rows(tmp_path / "run")
+    # The seventh's learning rate is another one.
+    last = learning_rate(5, SimpleNamespace(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=2, max_steps=50))
+    assert (row["step"], row["lr"]) == ("6", str(last))
     assert_steady(tmp_path / "run")
     assert result(tmp_path / "run")["final_train_loss"] > 0
 

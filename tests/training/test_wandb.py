@@ -13,7 +13,7 @@ from fusedmlp.training import step
 
 pytestmark = fits
 
-OFFLINE = ("logger=wandb", "logger.tags=[test]")
+OFFLINE = ("logger=wandb", "logger.tags=[test,2026]")
 
 
 def inspect(folder, *options: str) -> str:
@@ -42,7 +42,7 @@ def two_runs(tmp_path_factory):
 def test_metrics_and_config_can_be_read_from_the_offline_file(two_runs):
     found = summary(two_runs / "good")
     assert (found["state"], found["exit_code"], found["name"]) == ("finished", 0, "auto-dim32")
-    assert found["tags"] == ["test"]
+    assert found["tags"] == ["test", "2026"]
     assert found["config"]["model"]["num_layers"] == 2
     last = rows(two_runs / "good")[-2]
     assert found["summary"]["step"] == 6
