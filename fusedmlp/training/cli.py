@@ -129,8 +129,11 @@ def _exit_code(main: Callable[[], Any], jobs: Jobs) -> int:
         raise
     except OSError as error:
         # Hydra makes the run's directory before the run begins.
-        where = "" if error.filename is None else f"the run's directory cannot be made: {error.filename}: "
-        return _complain(f"{where}{error.strerror or error}", EXIT_FAILED)
+        reason = str(error.strerror or error)
+        if error.filename is not None:
+            remedy = "choose another with hydra.run.dir=DIR, or hydra.sweep.dir=DIR with -m"
+            reason = f"the run's directory cannot be made: {error.filename}: {reason}; {remedy}"
+        return _complain(reason, EXIT_FAILED)
     except (Interrupted, KeyboardInterrupt) as error:
         return error.exit_code if isinstance(error, Interrupted) else 130
     except Exception as error:

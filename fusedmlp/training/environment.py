@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,16 @@ def peak_memory_gib(device: torch.device) -> float | None:
         return None
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begins `peak_memory_gib` anew, where the system lets a process do that: a run before had its own peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        # proc(5): 5 resets the peak resident size.
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _version(package: str) -> str | None:

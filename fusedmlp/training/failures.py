@@ -1,5 +1,6 @@
 """How a run ended: status, reason, hint and exit code for whatever was raised."""
 
+import errno
 import re
 import signal
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from fusedmlp.errors import UserError, is_out_of_memory
 from fusedmlp.training.interrupt import Interrupted
 
 EXIT_FAILED = 1
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class Diverged(Exception):
@@ -50,7 +52,9 @@ def ending_of(error: BaseException | None) -> Ending:
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename else ""
         hint = "free some space or permissions, or choose another directory with hydra.run.dir=DIR"
-        return Ending("failed", f"{error.strerror}{where}", hint, EXIT_FAILED, bug=True)
+        # Of a file that the model misses, say, that would be no help.
+        unwritable = error.errno in _UNWRITABLE
+        return Ending("failed", f"{error.strerror}{where}", hint if unwritable else None, EXIT_FAILED, bug=True)
     reason = _of_worker(error) or f"{type(error).__name__}: {_one_line(error)}"
     return Ending("failed", reason, None, EXIT_FAILED, bug=True)
 

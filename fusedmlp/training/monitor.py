@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import Callback, Trainer
 
 from fusedmlp.training import environment
@@ -80,8 +79,7 @@ class Monitor(Callback):
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock = StepClock(task.device)
         self._began = trainer.global_step
-        if task.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(task.device)
+        environment.reset_peak_memory(task.device)
         # A wait begins when the step asks for a batch, and ends when it has it on the device.
         loader: Any = trainer.train_dataloader
         loader.on_fetch, task.on_batch = self.clock.ask, self.clock.receive

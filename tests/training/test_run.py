@@ -272,6 +272,12 @@ def test_a_full_disk_is_a_reason_that_names_the_file_and_the_row_is_shown_all_th
     assert "step 3/6" in capsys.readouterr().out
 
 
+def test_a_file_that_is_not_there_is_not_told_to_free_space():
+    assert "hydra.run.dir" in ending_of(OSError(28, "No space left on device", "metrics.csv")).hint
+    ending = ending_of(FileNotFoundError(2, "No such file or directory", "weights.pt"))
+    assert (ending.reason, ending.hint) == ("No such file or directory: weights.pt", None)
+
+
 def test_a_keyboard_interrupt_that_no_signal_brought_is_one_all_the_same(tmp_path, monkeypatch):
     """As `quit` in a debugger raises it; Lightning makes a SystemExit of it."""
 

@@ -1,5 +1,6 @@
 """The speed that a run reports, in a time set by hand: what is not a step does not change it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +111,16 @@ def test_a_second_fit_in_the_process(tmp_path, now):
     one, two = (result(tmp_path / name) for name in ("one", "two"))
     assert one["throughput"] == pytest.approx(two["throughput"])
     assert one["seconds"]["import"] == two["seconds"]["import"], "the process has started once"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system has no peak that can be reset")
+def test_the_peak_memory_of_a_run_is_not_that_of_what_was_before_it(tmp_path):
+    filled = torch.ones(2**27)  # 0.5 GiB
+    before = environment.peak_memory_gib(filled.device)
+    del filled
+    train(tmp_path / "run", "trainer.max_steps=2")
+    found = result(tmp_path / "run")["peak_memory_gib"]
+    assert float(rows(tmp_path / "run")[-1]["memory/peak_gib"]) <= found < before - 0.25
 
 
 def test_seconds_apart(tmp_path, now, monkeypatch):
