@@ -18,7 +18,6 @@ import faulthandler
 import gc
 import itertools
 import shutil
-import statistics
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from arguments import at_least, needs_gpu
 from bare_loop import BareLoop, gemms_alone, optimizer_alone
 from gate_loop import gate
 from hydra import compose, initialize_config_dir
-from loop_turns import BLOCK, compared, in_turns, percent
+from loop_turns import BLOCK, compared, cost_of_logging, in_turns, logged_in_turns
 from omegaconf import OmegaConf
 
 from fusedmlp import impls
@@ -44,7 +43,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("overhead", "logging", "lecture", "losses")
 COMMON = ("experiment=lecture", "data=synthetic", "logger=none", "trainer.checkpoint=false", "trainer.val_every=0",
           "trainer.warmup_steps=10")  # fmt: skip
-NEVER = 10**9
 
 Row = dict[str, Any]
 
@@ -115,25 +113,16 @@ def overhead(bench: Bench) -> None:
 
 
 def logging(bench: Bench) -> None:
-    """Every step logged against none, eager and captured."""
+    """Every step logged against none, in turns of a few steps of one run, eager and captured, for every dim."""
     rows: list[Row] = []
     bench.tables["logging every step against never"] = rows
-    steps, dim = bench.options.steps, 1024
-    for captured in ("false", "true"):
-        times: dict[int, list[float]] = {1: [], NEVER: []}
-        for _ in range(bench.options.repeats):
-            for every, taken in times.items():
-                found = bench.ours(
-                    "impl=native", f"dim={dim}", f"trainer.max_steps={steps}", f"trainer.log_every={every}",
-                    f"trainer.cuda_graph={captured}",
-                )  # fmt: skip
-                taken.append(found["throughput"]["step_ms_median"])
-        ratios = [a / b for a, b in zip(times[1], times[NEVER], strict=True)]
-        rows.append({
-            "dim": dim, "cuda_graph": captured, "never ms": statistics.median(times[NEVER]),
-            "every step ms": statistics.median(times[1]), "cost %": 100 * (statistics.median(ratios) - 1),
-            "smallest, largest %": percent(min(ratios), max(ratios)), "goal %": 1,
-        })  # fmt: skip
+    steps = 2 * BLOCK * (bench.options.turns + 1)
+    for loop, dim in itertools.product(bench.options.loops, bench.options.dims):
+        words = ("impl=native", f"dim={dim}", f"trainer.max_steps={steps}", f"trainer.log_every={BLOCK}",
+                 f"trainer.cuda_graph={str(loop == 'captured').lower()}")  # fmt: skip
+        turns = logged_in_turns(partial(bench.ours, *words), bench.device)
+        rows.append({"dim": dim, "loop": loop, "turns": len(turns)} | cost_of_logging(turns) | {"goal %": 1})
+        bench.write()
 
 
 def lecture(bench: Bench) -> None:
@@ -250,10 +239,10 @@ def main() -> int:
     parser.add_argument("--impls", nargs="+", default=runnable)
     parser.add_argument("--dims", nargs="+", type=at_least(1), default=[512, 1024, 2048])
     parser.add_argument("--steps", type=at_least(5), default=100, help="optimizer steps per run")
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="of the part logging")
-    parser.add_argument("--turns", type=at_least(2), default=12, help=f"of {BLOCK} steps, of the part overhead")
+    parser.add_argument("--turns", type=at_least(2), default=12,
+                        help=f"of {BLOCK} steps, of the parts overhead and logging")  # fmt: skip
     parser.add_argument("--loops", nargs="+", choices=("eager", "captured"), default=["eager", "captured"],
-                        help="of the part overhead")  # fmt: skip
+                        help="of the parts overhead and logging")  # fmt: skip
     parser.add_argument("--adamw", nargs="+", choices=("native", "auto"), default=["native", "auto"],
                         help="of the part overhead")  # fmt: skip
     parser.add_argument("--overrides", nargs="*", default=[], help="further overrides, such as model.num_layers=8")

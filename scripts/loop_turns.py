@@ -2,25 +2,29 @@
 
 Host times of two runs, one after the other, differ by tens of percent on a shared machine, equal loops or not. Within a
 second a machine is more like itself: so our loop stops after every block of steps, the bare loops run a block each, and
-only blocks of the same turn are compared. The CPU time of the process, all its threads, is taken beside: where the host
-bounds a step it is most of it, and other programs of the machine are not in it.
+only blocks of the same turn are compared. What logging costs is measured likewise, within one run. The CPU time of the
+process, all its threads, is taken beside: where the host bounds a step it is most of it, and other programs of the
+machine are not in it.
 """
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from bare_loop import BareLoop
 
-from fusedmlp.training import monitor
+from fusedmlp.training import monitor, run
+from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.throughput import Durations, Step, StepClock
 
 BLOCK = 20
+NEVER = 10**9  # trainer.log_every
 UNCOUNTED = 3  # steps at the beginning of a block, while nothing is enqueued ahead
 
 
@@ -70,6 +74,54 @@ def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: to
     with mock.patch.object(monitor, "StepClock", partial(BlockClock, between=between)):
         train()
     return turns[1:]
+
+
+class LogsInTurns(Monitor):
+    """Logs every step of a block and none of the next, in the order that slow drifts cancel in: every, never, never,
+    every."""
+
+    def __init__(self, options: Any, *arguments: Any):
+        super().__init__(options, *arguments)
+        self._choices = [replace(options, log_every=every) for every in (1, NEVER, NEVER, 1)]
+
+    def on_train_batch_end(self, trainer: Any, task: Any, *rest: Any) -> None:
+        self.options = self._choices[(task.steps - 1) // BLOCK % 4]
+        super().on_train_batch_end(trainer, task, *rest)
+
+
+def logged_in_turns(train: Callable[[], object], device: torch.device) -> list[list[Taken]]:
+    """What a step took in each turn: logged, then not.
+
+    Args:
+        train: runs our loop for twice BLOCK times as many steps as there shall be turns, and two blocks more, which do
+            not count.
+    """
+    blocks: list[Taken] = []
+
+    def between(block: list[Step], cpu_ms: float) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        blocks.append(Taken(_mean(Durations.of(block).step_ms), cpu_ms / BLOCK))
+
+    with (
+        mock.patch.object(monitor, "StepClock", partial(BlockClock, between=between)),
+        mock.patch.object(run, "Monitor", LogsInTurns),
+    ):
+        train()
+    turns = [blocks[i : i + 2] for i in range(2, len(blocks), 2)]
+    return [turn[::-1] if i % 2 == 0 else turn for i, turn in enumerate(turns)]
+
+
+def cost_of_logging(turns: Sequence[Sequence[Taken]]) -> dict[str, float | str]:
+    """Steps that are logged over steps that are not: medians over the turns, with their 95 % intervals."""
+    ratios, of_cpu = ([getattr(a, name) / getattr(b, name) for a, b in turns] for name in Taken._fields)
+    return {
+        "never ms": statistics.median(never.ms for _, never in turns),
+        "every step ms": statistics.median(every.ms for every, _ in turns),
+        "cost %": 100 * (statistics.median(ratios) - 1), "95 % interval": percent(*interval(ratios)),
+        "smallest, largest %": percent(min(ratios), max(ratios)),
+        "CPU time %": 100 * (statistics.median(of_cpu) - 1), "its 95 % interval": percent(*interval(of_cpu)),
+    }  # fmt: skip
 
 
 def compared(turns: Sequence[Sequence[Taken]]) -> dict[str, float | str]:

@@ -1,5 +1,6 @@
 """Our loop and bare ones in turns, on a CPU and tiny; and what says how sure a median is."""
 
+import csv
 import time
 
 import pytest
@@ -44,6 +45,34 @@ def test_ours_and_bare_blocks_alternate(config, tmp_path):
     assert [loop.step_number for loop in others] == [4 * BLOCK, 4 * BLOCK]
     ((result, ending),) = results
     assert (ending.status, result.fields["steps"]) == ("completed", 4 * BLOCK)
+
+
+def test_logged_and_silent_blocks_alternate(config, tmp_path):
+    config.trainer.max_steps = 6 * BLOCK
+    turns = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
+    assert [len(turn) for turn in turns] == [2, 2]
+    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    logged = [step for block in (0, 3, 4) for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1)]
+    assert steps == [*logged, 6 * BLOCK]
+
+
+def test_the_logged_block_comes_first_in_every_turn(monkeypatch):
+    order = iter([9.0, 9.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0])  # every, never; never, every; every, never; never, every
+    monkeypatch.setattr(loop_turns, "_mean", lambda _: next(order))
+
+    def train():
+        clock = loop_turns.monitor.StepClock(CPU)
+        clock.resume()
+        for _ in range(8 * BLOCK):
+            clock.tick()
+
+    turns = loop_turns.logged_in_turns(train, CPU)
+    assert [(every.ms, never.ms) for every, never in turns] == [(2, 1)] * 3
+    turns = [[loop_turns.Taken(1.02 * n, 3.3 * n), loop_turns.Taken(n, 3.0 * n)] for n in range(1, 8)]
+    found = loop_turns.cost_of_logging(turns)
+    assert (found["cost %"], found["CPU time %"]) == pytest.approx((2, 10))
+    assert (found["never ms"], found["95 % interval"]) == (4, "2.0, 2.0")
 
 
 def test_what_others_take_belongs_to_no_step():
