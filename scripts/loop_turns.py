@@ -78,7 +78,7 @@ def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: to
 
 class LogsInTurns(Monitor):
     """Logs every step of a block and none of the next, in the order that slow drifts cancel in: every, never, never,
-    every."""
+    every. What a block has logged is written within it."""
 
     def __init__(self, options: Any, *arguments: Any):
         super().__init__(options, *arguments)
@@ -86,6 +86,8 @@ class LogsInTurns(Monitor):
 
     def on_train_batch_end(self, trainer: Any, task: Any, *rest: Any) -> None:
         self.options = self._choices[(task.steps - 1) // BLOCK % 4]
+        if task.steps % BLOCK == 0:
+            self._write_arrived()
         super().on_train_batch_end(trainer, task, *rest)
 
 

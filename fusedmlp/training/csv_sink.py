@@ -1,6 +1,8 @@
 """metrics.csv: one row per log point and per validation, readable while the run goes on."""
 
 import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 COLUMNS = (
@@ -17,27 +19,39 @@ COLUMNS = (
     "throughput/tokens_per_s",  # tokens that the loss is taken over
     "throughput/tflops_per_s",  # by the model's analytic count, the same for every impl
     "throughput/mfu_percent",  # of the device's dense peak; empty where that is not known
-    "memory/peak_gib",  # allocated on the GPU; on a CPU, resident in the process
+    "memory/peak_gib",  # allocated on the GPU; on a CPU, resident in the process; a tenth of a second old at most
 )
 
 
 class CsvSink:
-    """Appends rows to metrics.csv; what a row does not have stays empty."""
+    """Appends rows to metrics.csv, on disk with the step that they come in; what a row does not have stays empty."""
 
     def __init__(self, path: Path):
-        self._file = open(path, "w", newline="", buffering=1)  # noqa: SIM115 - lives as long as the run
+        self._file = open(path, "w", newline="")  # noqa: SIM115 - lives as long as the run
         self._writer = csv.DictWriter(self._file, COLUMNS)
         self._writer.writeheader()
+        self._file.flush()
+        self._waiting = False
 
     def write(self, row: dict[str, float]) -> None:
-        try:
+        self._waiting = True
+        with self._named():
             self._writer.writerow(row)
-        except OSError as error:
-            # Which file it was, an open one does not say.
-            raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def tick(self, step: int) -> None:
-        pass
+        if self._waiting:
+            self._waiting = False
+            with self._named():
+                self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._named():
+            self._file.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Which file could not be written, an open one does not say."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from error

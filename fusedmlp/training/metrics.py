@@ -5,42 +5,65 @@ that the GPU waits for the CPU. So nothing is read between two log points; at a 
 pinned memory, and the loop goes on. A `Reading` is asked later whether it has arrived.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
+class Slot(NamedTuple):
+    """Where the sums of one reading arrive on the host: pinned memory, and the event that follows the copy."""
+
+    host: Tensor
+    event: Any
+
+
 class Reading:
     """Means that were requested at one log point and may still be on their way.
 
     Args:
-        sums: (n,) fp32 on the host, valid once `event` has completed.
+        sums: (n,) fp32 on the host, valid once `slot.event` has completed.
         weights: what each sum is divided by; a name of weight 0 has no mean.
-        event: None if the sums are there already (CPU).
+        slot: what is given to `give_back` once it has been read; None if the sums are there already (CPU).
         work: the sum over ranks on its way (CPU), or None.
     """
 
-    def __init__(self, sums: Tensor, weights: dict[str, float], event: torch.cuda.Event | None, work: Any = None):
-        self._sums, self._weights, self._event, self._work = sums, weights, event, work
+    def __init__(
+        self,
+        sums: Tensor,
+        weights: dict[str, float],
+        slot: Slot | None = None,
+        give_back: Callable[[Slot], None] | None = None,
+        work: Any = None,
+    ):
+        self._sums, self._weights, self._slot, self._give_back, self._work = sums, weights, slot, give_back, work
+        self._means: dict[str, float] | None = None
 
     def ready(self) -> bool:
         """Whether `means` would return without waiting."""
-        return (self._event is None or self._event.query()) and (self._work is None or self._work.is_completed())
+        if self._means is not None:
+            return True
+        return (self._slot is None or self._slot.event.query()) and (self._work is None or self._work.is_completed())
 
     def means(self) -> dict[str, float]:
         """Mean of every name that was added to since the reading before; waits for the copy if it has to."""
-        if self._event is not None:
-            self._event.synchronize()
-        if self._work is not None:
-            self._work.wait()
-        sums = self._sums.tolist()
-        return {
-            name: value / weight for value, (name, weight) in zip(sums, self._weights.items(), strict=True) if weight
-        }
+        if self._means is None:
+            if self._slot is not None:
+                self._slot.event.synchronize()
+            if self._work is not None:
+                self._work.wait()
+            sums = self._sums.tolist()
+            if self._slot is not None and self._give_back is not None:
+                self._give_back(self._slot)
+            self._means = {
+                name: value / weight
+                for value, (name, weight) in zip(sums, self._weights.items(), strict=True)
+                if weight
+            }
+        return dict(self._means)
 
 
 class DeviceMetrics:
@@ -58,6 +81,8 @@ class DeviceMetrics:
         self._cells = {name: self._sums[i] for i, name in enumerate(names)}
         self._weights = dict.fromkeys(names, 0.0)
         self._held: dict[str, tuple[Tensor, float]] = {}
+        # To pin memory and to make an event takes the host longer than the copy.
+        self._slots: list[Slot] = []
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Adds `weight * value` to the sum of `name`, on the device.
@@ -98,7 +123,7 @@ class DeviceMetrics:
         """Starts the copy of all sums to the host and begins a new interval, or goes on with this one."""
         self._add_held()
         weights = dict(self._weights)
-        sums, work, event = self._sums, None, None
+        sums, work, slot = self._sums, None, None
         if self._world_size > 1:
             weights = {name: weight * self._world_size for name, weight in weights.items()}
             sums = self._sums.clone()
@@ -107,13 +132,15 @@ class DeviceMetrics:
             if work is not None:
                 work.wait()  # the stream does, not the host
                 work = None
-            host = torch.empty_like(sums, device="cpu", pin_memory=True)
-            host.copy_(sums, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(sums.device))
+            slot = self._slots.pop() if self._slots else self._new_slot()
+            host = slot.host.copy_(sums, non_blocking=True)
+            slot.event.record()
         else:
             host = sums if work is not None else sums.clone()
         if not go_on:
             self._sums.zero_()
             self._weights = dict.fromkeys(weights, 0.0)
-        return Reading(host, weights, event, work)
+        return Reading(host, weights, slot, self._slots.append, work)
+
+    def _new_slot(self) -> Slot:
+        return Slot(torch.empty_like(self._sums, device="cpu", pin_memory=True), torch.Event(self._sums.device))

@@ -2,6 +2,8 @@
 
 Rows go to the sinks (metrics.csv, Weights & Biases, the progress display) in the order of the log points. A row arrives
 a few steps late, because nobody waits for it; at the end, before a checkpoint and on a failure the rest is waited for.
+Rows of a GPU that follow one another closely are written several at a time: alone, between two steps, one costs the
+host some 180 us, because nothing that it needs is in a cache; the others of a batch cost a fifth of that each.
 """
 
 import math
@@ -9,7 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, Trainer
@@ -23,6 +25,10 @@ from fusedmlp.training.task import LanguageModelTask
 from fusedmlp.training.throughput import Cost, Durations, Step, StepClock, Throughput, summarize
 
 Row = dict[str, float]
+
+# Rows are written when so many have come, or the first of them so long ago.
+BATCH_ROWS = 8
+BATCH_S = 0.1
 
 # The loss of the first steps is kept: before rounding has carried far, equal computations have equal losses.
 EARLY_STEPS = 5
@@ -45,6 +51,7 @@ class Pending:
     steps: list[Step]
     samples: int
     tokens: int
+    requested: float = field(default_factory=time.perf_counter)
 
 
 class Monitor(Callback):
@@ -72,6 +79,9 @@ class Monitor(Callback):
         self._began = 0
         self.started: float | None = None
         self._pending: deque[Pending] = deque()
+        self._batch_rows = 1
+        self._polled = -math.inf
+        self._peak_memory: float | None = None
         self._durations, self._unprofiled = Durations(), Durations()
         self._samples = self._tokens = self._replayed = self._first_steps = 0
         self._per_step = (0, 0)
@@ -79,6 +89,8 @@ class Monitor(Callback):
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock = StepClock(task.device)
         self._began = trainer.global_step
+        if task.device.type == "cuda":
+            self._batch_rows = BATCH_ROWS
         environment.reset_peak_memory(task.device)
         # A wait begins when the step asks for a batch, and ends when it has it on the device.
         loader: Any = trainer.train_dataloader
@@ -96,12 +108,14 @@ class Monitor(Callback):
             self._early = task.train_metrics.read(go_on=True)
         if step % self.options.log_every == 0 or step == self.options.max_steps:
             self._request(step, task)
-        self._write_arrived()
+        if self._due():
+            self._write_arrived()
         for sink in self.sinks:
             sink.tick(step)
 
     def on_validation_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock.pause()
+        self._write_arrived()
 
     def on_validation_end(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self._pending.append(Pending({"step": trainer.global_step}, task.val_metrics.read(), [], 0, 0))
@@ -109,21 +123,29 @@ class Monitor(Callback):
 
     def _request(self, step: int, task: LanguageModelTask) -> None:
         assert self.started is not None
+        now = time.perf_counter()
         # Not the task's, which is that of the next step already when that one has broken off.
-        row = {"step": step, "lr": learning_rate(step - 1, self.options)}
-        row["time/elapsed_s"] = time.perf_counter() - self.started
+        row = {"step": step, "lr": learning_rate(step - 1, self.options), "time/elapsed_s": now - self.started}
         steps = self.clock.take()
         if steps:
             row["time/replayed_percent"] = 100 * (task.capture.replayed - self._replayed) / len(steps)
         self._replayed, self._first_steps = task.capture.replayed, task.capture.first_steps
-        peak_memory = environment.peak_memory_gib(task.device)
-        if peak_memory is not None:
-            row["memory/peak_gib"] = peak_memory
+        if now - self._polled >= BATCH_S or step == self.options.max_steps:
+            # Some 50 us each time.
+            self._polled, self._peak_memory = now, environment.peak_memory_gib(task.device)
+        if self._peak_memory is not None:
+            row["memory/peak_gib"] = self._peak_memory
         # Every rank takes as many.
         samples = (task.samples - self._samples) * self.cost.devices
         tokens = (task.tokens - self._tokens) * self.cost.devices
         self._samples, self._tokens = task.samples, task.tokens
         self._pending.append(Pending(row, task.train_metrics.read(), steps, samples, tokens))
+
+    def _due(self) -> bool:
+        waiting = self._pending
+        if len(waiting) >= self._batch_rows:
+            return True
+        return bool(waiting) and time.perf_counter() - waiting[0].requested >= BATCH_S
 
     def _write_arrived(self) -> None:
         if self._early is not None and self._early.ready():

@@ -10,7 +10,6 @@ from training.runs import curve, fits, result, train
 
 from fusedmlp.models import MLPLanguageModel
 from fusedmlp.training.cuda_graph import CudaGraphs
-from fusedmlp.training.monitor import Monitor
 
 pytestmark = [fits, pytest.mark.gpu]
 
@@ -80,39 +79,30 @@ def test_the_next_run_has_the_memory(tmp_path):
     assert taken[2] == taken[1]
 
 
-@pytest.fixture(params=["another Trainer", "another graph"])
-def freed(request, monkeypatch):
-    """Lets something else in the process free cuBLAS's workspaces, and take their memory, while steps are replayed."""
-    a, graphs = torch.randn(512, 512, device="cuda"), CudaGraphs(torch.device("cuda", 0))
-    with graphs.aside():
-        a @ a
-    recorded = [graphs.record(lambda: a @ a)]
-    after, taken = Monitor.on_train_batch_end, []
-
-    def freeing(self, trainer, *arguments):
-        after(self, trainer, *arguments)
-        if trainer.global_step != 10:
-            return
-        if request.param == "another graph":
-            recorded.clear()
-        else:
-            other = Trainer(accelerator="gpu", devices=1, logger=False, enable_progress_bar=False)
-            other.validate(BoringModel(), verbose=False)
-        torch.cuda.empty_cache()
-        taken.append(torch.zeros(2**28, dtype=torch.uint8, device="cuda"))
-
-    monkeypatch.setattr(Monitor, "on_train_batch_end", freeing)
-    yield
-    assert all(not block.any() for block in taken), "a replay wrote into it"
-
-
-# The second Trainer knows nothing of our loaders.
+# On many cores Lightning advises the other Trainer to use more of them.
 @pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
-def test_a_graph_keeps_the_workspaces_of_its_products(tmp_path, freed):
-    settings = (*ON_GPU, "dim=1024", "trainer.precision=bf16-true", "trainer.max_steps=30")
-    train(tmp_path / "captured", *settings, CAPTURED)
-    train(tmp_path / "eager", *settings, EAGER)
-    assert losses(tmp_path / "captured") == pytest.approx(losses(tmp_path / "eager"), rel=5e-3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_keeps_the_workspace_of_its_products_when_another_trainer_is_set_up(dtype):
+    # Of so few and long rows cuBLAS adds up partial products, in its workspace.
+    a, b = (torch.randn(64, 2**14, device="cuda", dtype=dtype) for _ in range(2))
+    out = torch.empty(64, 64, device="cuda", dtype=dtype)
+    graphs = CudaGraphs(torch.device("cuda", 0))
+
+    def product():
+        torch.mm(a, b.t(), out=out)
+
+    with graphs.aside():
+        product()
+    expected = out.clone()
+    graph = graphs.record(product)
+    out.zero_()
+    other = Trainer(accelerator="gpu", devices=1, logger=False, enable_progress_bar=False)
+    other.validate(BoringModel(), verbose=False)
+    torch.cuda.empty_cache()
+    taken = torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert not taken.any(), "the replay wrote into it"
 
 
 @pytest.fixture(params=["a value is read", "the device is waited for"])

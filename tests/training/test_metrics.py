@@ -120,3 +120,16 @@ def test_on_a_gpu_nothing_waits_until_the_means_are_asked_for():
         torch.cuda.set_sync_debug_mode("default")
     assert reading.means() == {"a": 3.0}
     assert reading.ready()
+
+
+@pytest.mark.gpu
+def test_readings_on_their_way_share_nothing_and_those_read_give_their_memory_back():
+    metrics = DeviceMetrics(("a",), torch.device("cuda"))
+    for _ in range(3):
+        readings = []
+        for value in (1.0, 2.0, 3.0):
+            metrics.add("a", torch.tensor(value, device="cuda"))
+            readings.append(metrics.read())
+        assert [reading.means() for reading in readings] == [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
+        assert [reading.means() for reading in readings] == [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
+        assert len(metrics._slots) == 3

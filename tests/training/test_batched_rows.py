@@ -1,0 +1,70 @@
+"""Rows that follow one another closely, as a GPU's do, are written several at a time."""
+
+import csv
+
+import pytest
+from training.runs import curve, fits, rows, train
+from training.test_run import poison_loss
+
+from fusedmlp.training import monitor
+from fusedmlp.training.csv_sink import CsvSink
+from fusedmlp.training.monitor import Monitor
+
+pytestmark = fits
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Step at which a row was written -> steps of those rows, in a run that batches as on a GPU."""
+    seen: dict[int, list[int]] = {}
+    start, write, now = Monitor.on_train_start, CsvSink.write, []
+
+    def batched(self, trainer, task):
+        start(self, trainer, task)
+        self._batch_rows = monitor.BATCH_ROWS
+        now.append(task)
+
+    def noted(self, row):
+        seen.setdefault(now[-1].steps, []).append(row["step"])
+        write(self, row)
+
+    monkeypatch.setattr(Monitor, "on_train_start", batched)
+    monkeypatch.setattr(CsvSink, "write", noted)
+    monkeypatch.setattr(monitor, "BATCH_S", 1e9)
+    return seen
+
+
+def test_eight_at_a_time_and_the_rest_at_the_end(tmp_path, written):
+    train(tmp_path / "run", "trainer.max_steps=20")
+    assert written == {8: [*range(1, 9)], 16: [*range(9, 17)], 20: [17, 18, 19, 20]}
+    assert list(curve(tmp_path / "run")) == [*range(1, 21)]
+    # Each has the speed of its own step.
+    assert len({row["time/step_ms"] for row in rows(tmp_path / "run")}) > 10
+
+
+def test_a_row_does_not_wait_longer_than_a_moment(tmp_path, written, monkeypatch):
+    monkeypatch.setattr(monitor, "BATCH_S", 0.0)
+    train(tmp_path / "run", "trainer.max_steps=6", "trainer.log_every=3")
+    assert written == {3: [3], 6: [6]}
+
+
+@pytest.mark.parametrize("every", ["trainer.checkpoint_every=3", "trainer.val_every=3"])
+def test_rows_do_not_wait_for_a_checkpoint_or_validation(tmp_path, written, every):
+    train(tmp_path / "run", "trainer.max_steps=5", every)
+    assert written[3][:3] == [1, 2, 3]
+
+
+def test_a_loss_that_was_nan_stops_the_run_with_its_batch(tmp_path, written, monkeypatch):
+    poison_loss(monkeypatch, micro_batch=3)
+    ending = train(tmp_path / "run", "trainer.max_steps=20", "trainer.checkpoint=false")
+    assert "at step 3" in ending.reason
+    assert [int(row["step"]) for row in rows(tmp_path / "run")] == [*range(1, 9)]
+
+
+def test_rows_are_in_the_file_with_the_step_that_they_come_in(tmp_path):
+    sink = CsvSink(tmp_path / "metrics.csv")
+    sink.write({"step": 1, "lr": 0.5})
+    sink.tick(1)
+    with open(tmp_path / "metrics.csv", newline="") as file:
+        assert [row["lr"] for row in csv.DictReader(file)] == ["0.5"]
+    sink.close()
