@@ -21,8 +21,10 @@ from torch import Tensor, nn
 _DEPTH, _MOST_ITEMS, _MOST_VALUES = 4, 1000, 100_000
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 # Their own state is known, and no step of a model depends on it.
-_KNOWN_PACKAGES = ("builtins", "torch", "fusedmlp", "lightning")
+_KNOWN_PACKAGES = ("builtins", "torch", "fusedmlp", "lightning", "logging")
 _LEAVES = (type, ModuleType)
+# What else a file's variables may be: its loggers and writers are nothing that a step depends on.
+_GLOBAL_PACKAGES = ("builtins", "collections", "itertools", "types", "random", "numpy", "torch")
 
 
 def host_values(model: nn.Module) -> dict[str, object]:
@@ -98,12 +100,17 @@ def _roots(model: nn.Module) -> Iterator[tuple[str, Any]]:
             if key not in _MODULE_TABLES:
                 yield prefix + key, value
         for owner in type(module).__mro__:
-            if owner.__module__.partition(".")[0] not in _KNOWN_PACKAGES:
-                namespaces[f"{owner.__module__}.{owner.__qualname__}"] = owner
-                namespaces[owner.__module__] = sys.modules.get(owner.__module__)
-    for name, namespace in namespaces.items():
-        if namespace is not None:
-            yield from ((f"{name}.{key}", value) for key, value in list(vars(namespace).items()))
+            if _package(owner) not in _KNOWN_PACKAGES:
+                namespaces[f"{owner.__module__}.{owner.__qualname__}"] = owner, _package(owner)
+                namespaces[owner.__module__] = sys.modules.get(owner.__module__, owner), _package(owner)
+    for name, (namespace, package) in namespaces.items():
+        for key, value in list(vars(namespace).items()):
+            if not key.startswith("__") and _package(type(value)) in (*_GLOBAL_PACKAGES, package):
+                yield f"{name}.{key}", value
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:
@@ -121,8 +128,7 @@ def _parts(value: Any) -> Iterable[tuple[str, Any]]:
         return [("", value.__self__), ("", value.__func__)]
     if issubclass(kind, functools.partial):
         return [("", value.func), (".args", value.args), (".keywords", value.keywords)]
-    known = kind.__module__.partition(".")[0] in _KNOWN_PACKAGES
-    if issubclass(kind, _LEAVES) or (known and not issubclass(kind, nn.Module)):
+    if issubclass(kind, _LEAVES) or (_package(kind) in _KNOWN_PACKAGES and not issubclass(kind, nn.Module)):
         return ()
     slots = (name for owner in kind.__mro__ for name in _slots(owner) if hasattr(value, name))
     return [

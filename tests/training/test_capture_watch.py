@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +85,13 @@ def shows(net, y):
     net.last, net.loss = y, [y.sum()]
 
 
+def warns(net, y):
+    """Python keeps of each file what it has warned of, and forgets it when a filter changes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.warn("slow", stacklevel=1)
+
+
 def enclosed():
     seen = {"steps": 0}
 
@@ -146,7 +154,7 @@ class Difficult:
         raise OSError(name)
 
 
-@pytest.mark.parametrize("work", [None, once, shows])
+@pytest.mark.parametrize("work", [None, once, shows, warns])
 def test_what_a_later_step_does_not_see_is_no_change(work):
     """What is computed once, and outputs with a graph, which steps leave behind and none reads."""
     net = Net(work)
