@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fusedmlp import auto
 from fusedmlp.errors import UserError
-from fusedmlp.training.capture_choice import Probe, worthwhile
+from fusedmlp.training.capture_choice import Probe, in_words, worthwhile
 from fusedmlp.training.capture_watch import watch_host
 from fusedmlp.training.cuda_graph import CudaGraphs, Replayable, Staging
 from fusedmlp.training.step import Batch, TrainStep, to_device
@@ -179,7 +179,7 @@ class StepCapture:
             self.captured = True
         except Exception as error:
             self.step.backward, self.step.apply, self.step.plain = calls
-            self._refuse(f"{type(error).__name__}: {_first_line(error)}", error)
+            self._refuse(in_words(error), error)
         finally:
             # The memory of the gradients belongs to the graphs.
             self.step.free_gradients()
@@ -253,7 +253,3 @@ def _signature(batch: tuple[Tensor, ...]) -> list[tuple[Any, Any]]:
 
 def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

@@ -10,6 +10,23 @@ from torch.optim import Optimizer
 # an empty queue takes a fraction of its time; where launches do, it takes nearly all of it.
 LAUNCH_SHARE = 0.7
 
+# What PyTorch says of it is true and helps nobody.
+_FAILURES = {
+    "CUDAGeneratorImpl::current_seed during": "it looks up the state of the GPU's random numbers, as "
+    "torch.utils.checkpoint does without preserve_rng_state=False",
+    "If capturable=True, params and state_steps": "AdamW keeps its count of steps on the CPU for parameters that are "
+    "complex",
+}
+
+
+def in_words(error: BaseException) -> str:
+    """Why a recording has failed."""
+    for said, reason in _FAILURES.items():
+        if said in str(error):
+            return reason
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {first}"
+
 
 def obstacle(device: torch.device, optimizer: Optimizer, strategy: str = "single") -> str | None:
     """Why no step of a run on `device` can be captured, whatever the model; None if nothing speaks against it."""

@@ -15,7 +15,7 @@ from training.runs import curve, fits, result, rows, train
 from fusedmlp import impls
 from fusedmlp.models import MLPLanguageModel
 from fusedmlp.training import capture, cuda_graph, data_windows, step, task
-from fusedmlp.training.capture_choice import obstacle
+from fusedmlp.training.capture_choice import in_words, obstacle
 from fusedmlp.training.cuda_graph import CudaGraphs, Staging
 from fusedmlp.training.throughput import HostEvent
 
@@ -210,6 +210,19 @@ def test_what_can_be_known_before_the_run():
     assert "SGD has no capturable form" in obstacle(gpu, sgd)
     assert "trainer=ddp is not captured" in obstacle(gpu, adamw, "ddp")
     assert "CPU" in obstacle(torch.device("cpu"), adamw)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.", "preserve_rng_state=False"),
+        ("If capturable=True, params and state_steps must be on supported devices", "parameters that are complex"),
+        ("\nfirst\nsecond", "RuntimeError: first"),
+        ("", "RuntimeError: no message"),
+    ],
+)
+def test_why_a_recording_has_failed(said, reason):
+    assert reason in in_words(RuntimeError(said))
 
 
 REFUSALS = [
