@@ -93,20 +93,28 @@ def _state(value: Any) -> object:
 
 
 def _roots(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    namespaces: dict[str, Any] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        for key, value in vars(module).items():
-            if key not in _MODULE_TABLES:
-                yield prefix + key, value
-        for owner in type(module).__mro__:
-            if _package(owner) not in _KNOWN_PACKAGES:
-                namespaces[f"{owner.__module__}.{owner.__qualname__}"] = owner, _package(owner)
-                namespaces[owner.__module__] = sys.modules.get(owner.__module__, owner), _package(owner)
-    for name, (namespace, package) in namespaces.items():
+        yield from ((prefix + key, value) for key, value in vars(module).items() if key not in _MODULE_TABLES)
+    owners = dict.fromkeys(owner for module in model.modules() for owner in type(module).__mro__)
+    for name, namespace in _namespaces(owner for owner in owners if _package(owner) not in _KNOWN_PACKAGES).items():
+        package = name.partition(".")[0]
         for key, value in list(vars(namespace).items()):
             if not key.startswith("__") and _package(type(value)) in (*_GLOBAL_PACKAGES, package):
                 yield f"{name}.{key}", value
+
+
+def _namespaces(owners: Iterable[type]) -> dict[str, Any]:
+    """The classes, the files that they are from, and the other classes there, such as autograd functions."""
+    found: dict[str, Any] = {}
+    for owner in owners:
+        found[f"{owner.__module__}.{owner.__qualname__}"] = owner
+        if owner.__module__ not in found and (file := sys.modules.get(owner.__module__)):
+            found[owner.__module__] = file
+            for kind in list(vars(file).values()):
+                if issubclass(type(kind), type) and kind.__module__ == owner.__module__:
+                    found[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    return found
 
 
 def _package(kind: type) -> str:

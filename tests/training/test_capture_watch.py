@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -36,6 +37,7 @@ class Net(nn.Module):
 
 @dataclass(slots=True)
 class Schedule:
+    steps: ClassVar[int] = 0
     rate: float = 0.0
 
     def step(self, *_):
@@ -48,6 +50,10 @@ def counts(net, y):
 
 def counts_for_all(net, y):
     Net.calls += 1
+
+
+def counts_elsewhere(net, y):
+    Schedule.steps += 1
 
 
 def counts_globally(net, y):
@@ -108,6 +114,7 @@ def with_keyword(net, y, at):
 WORK = [
     (counts, "inner.calls"),
     (counts_for_all, "test_capture_watch.Net.calls"),
+    (counts_elsewhere, "test_capture_watch.Schedule.steps"),
     (counts_globally, "test_capture_watch.CALLS"),
     (remembers, "test_capture_watch.HISTORY"),
     (carries, "state"),
