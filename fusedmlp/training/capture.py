@@ -20,7 +20,7 @@ from torch import Tensor
 from fusedmlp import auto
 from fusedmlp.errors import UserError
 from fusedmlp.training.capture_choice import Probe, in_words, worthwhile
-from fusedmlp.training.capture_watch import watch_host
+from fusedmlp.training.capture_watch import nothing_left, watch_host
 from fusedmlp.training.cuda_graph import CudaGraphs, Replayable, Staging
 from fusedmlp.training.step import Batch, TrainStep, to_device
 
@@ -188,7 +188,7 @@ class StepCapture:
 
     def _record(self, last: bool) -> None:
         # impl=auto has measured in the warm-up what is fastest where launches cost nothing.
-        with auto.replayed(), self.step.metrics.not_counted():
+        with auto.replayed(), self.step.metrics.not_counted(), nothing_left(self.step.model):
             self._sizes = self.step.micro_step(*self._staging.batch, last=last)
 
     def _replay(self, batch: Batch, first: bool, last: bool) -> tuple[int, int]:

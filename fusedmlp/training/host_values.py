@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 # What a model keeps is near to it; beyond that lie the data and the libraries.
 _DEPTH, _MOST_ITEMS, _MOST_VALUES = 4, 1000, 100_000
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 # Their own state is known, and no step of a model depends on it.
 _KNOWN_PACKAGES = ("builtins", "torch", "fusedmlp", "lightning", "logging")
 _LEAVES = (type, ModuleType)
@@ -60,7 +60,7 @@ class KeptTensor:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KeptTensor):
             return False
-        # No step differentiates through what an earlier one has left, so nothing reads that.
+        # No step differentiates through what an earlier one has left. Whether one reads it shows `nothing_left`.
         left = self.differentiable or other.differentiable
         return left or (self.tensor() is other.tensor() and self.version == other.version)
 
@@ -95,7 +95,7 @@ def _state(value: Any) -> object:
 def _roots(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        yield from ((prefix + key, value) for key, value in vars(module).items() if key not in _MODULE_TABLES)
+        yield from ((prefix + key, value) for key, value in vars(module).items() if key not in MODULE_TABLES)
     owners = dict.fromkeys(owner for module in model.modules() for owner in type(module).__mro__)
     for name, namespace in _namespaces(owner for owner in owners if _package(owner) not in _KNOWN_PACKAGES).items():
         package = name.partition(".")[0]

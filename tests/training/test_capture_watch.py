@@ -12,9 +12,10 @@ from typing import ClassVar
 import numpy
 import pytest
 import torch
+from conftest import raises
 from torch import nn
 
-from fusedmlp.training.capture_watch import watch_host
+from fusedmlp.training.capture_watch import nothing_left, watch_host
 from fusedmlp.training.host_values import host_values
 
 CALLS = 0
@@ -167,6 +168,38 @@ def test_what_a_later_step_does_not_see_is_no_change(work):
     net = Net(work)
     net.difficult, net.self, net.nan = [Difficult()], net, float("nan")
     assert watched(net) == []
+
+
+def reads_detached(net, y):
+    if hasattr(net, "last"):
+        y.sub_(net.last.detach())
+    net.last = y
+
+
+def reads_in_a_dictionary(net, y):
+    if "last" in net.__dict__.setdefault("kept", {}):
+        torch.sub(y, net.kept["last"])
+    net.kept["last"] = y
+
+
+@pytest.mark.parametrize(("work", "where"), [(reads_detached, "last"), (reads_in_a_dictionary, "kept['last']")])
+def test_what_a_step_has_left_with_a_graph_is_not_to_be_read_in_a_recording(work, where):
+    net = Net(work)
+    net(torch.ones(2, 4))
+    last = net.last if where == "last" else net.kept["last"]
+    with raises(RuntimeError, f"reads the tensor {where}, which the step before has left"), nothing_left(net):
+        net(torch.ones(2, 4))
+    assert (net.last if where == "last" else net.kept["last"]) is last, "for the steps that go on without a graph"
+
+
+def test_what_a_step_has_left_may_be_replaced_in_a_recording():
+    net = Net(shows)
+    net.inner = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    net.once = net(torch.ones(2, 4))
+    with nothing_left(net):
+        net(torch.ones(2, 4)).sum().backward()
+    assert net.once.grad_fn is not None
+    assert net.last.grad_fn is not None
 
 
 def test_a_value_that_a_step_sets_to_itself_is_none_either():
