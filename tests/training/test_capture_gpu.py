@@ -1,15 +1,19 @@
 """Step capture on a GPU: real graphs, and what cannot become one."""
 
 import gc
+import sys
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from training.runs import curve, fits, result, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training.runs import RANDOM_BYTES, TINY, config, curve, fits, result, train
 
 from fusedmlp.models import MLPLanguageModel
 from fusedmlp.training.cuda_graph import CudaGraphs
+from fusedmlp.training.run import run
 
 pytestmark = [fits, pytest.mark.gpu]
 
@@ -152,3 +156,50 @@ def test_random_numbers_go_on_in_replays(tmp_path, monkeypatch):
     for name, captured in (("eager", EAGER), ("captured", CAPTURED)):
         train(tmp_path / name, *ON_GPU, captured, "trainer.max_steps=20", "trainer.val_every=8")
     assert losses(tmp_path / "captured") == pytest.approx(losses(tmp_path / "eager"), rel=1e-3)
+
+
+class Layers(nn.Module):
+    """Somebody else's network: of one kind of layers that has a state, random numbers or kernels of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.embed, self.head = kind, nn.Embedding(256, 32), nn.Linear(32, 256)
+        self.layer = {
+            "norm": lambda: nn.BatchNorm1d(32),
+            "recurrent": lambda: nn.LSTM(32, 32, batch_first=True),
+            "attention": lambda: nn.MultiheadAttention(32, 2, dropout=0.1, batch_first=True),
+            "checkpoint": lambda: nn.Sequential(nn.Linear(32, 32), nn.GELU()),
+            "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)),
+            "convolution": lambda: nn.Conv1d(32, 32, 3, padding=1, groups=32),
+        }[kind]()
+
+    def forward(self, tokens):
+        x = nn.functional.dropout(self.embed(tokens), 0.1, self.training)
+        if self.kind in ("norm", "convolution"):
+            x = self.layer(x.mT).mT
+        elif self.kind == "recurrent":
+            x = self.layer(x)[0]
+        elif self.kind == "attention":
+            x = self.layer(x, x, x, need_weights=False)[0]
+        elif self.kind == "checkpoint":
+            x = checkpoint(self.layer, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = self.layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["norm", "recurrent", "attention", "checkpoint", "spectral", "convolution"])
+def test_somebody_elses_layers(tmp_path, monkeypatch, kind):
+    monkeypatch.setitem(sys.modules, "layers", sys.modules[__name__])
+    tiny = [override for override in (*TINY, *RANDOM_BYTES, *ON_GPU) if "num_layers" not in override]
+    for name, captured in (("eager", EAGER), ("captured", CAPTURED)):
+        overrides = [
+            *tiny, f"data.cache_dir={tmp_path / 'cache'}", "model=torch_module", "model.target=layers.Layers",
+            f"+model.kwargs.kind={kind}", "model.context=16", "trainer.max_steps=20", "trainer.val_every=8",
+            "trainer.accumulate=2", captured,
+        ]  # fmt: skip
+        ending = run(config(*overrides), tmp_path / name, overrides)[1]
+        assert ending.status == "completed", ending.reason
+    assert facts(tmp_path / "captured")["steps_replayed"] == 17
+    assert losses(tmp_path / "captured") == pytest.approx(losses(tmp_path / "eager"), rel=1e-3)
+    assert curve(tmp_path / "captured", "val/loss").keys() == curve(tmp_path / "eager", "val/loss").keys()
