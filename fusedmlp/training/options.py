@@ -100,8 +100,8 @@ class TrainerOptions:
 
     def _check_ranks(self) -> None:
         choose("trainer.strategy", self.strategy, STRATEGIES)
-        require("trainer.rank_timeout", self.rank_timeout, 0 < self.rank_timeout <= _LONGEST_WAIT_S,
-                f"a number of seconds above 0, at most {_LONGEST_WAIT_S}")  # fmt: skip
+        require("trainer.rank_timeout", self.rank_timeout, 1 <= self.rank_timeout <= _LONGEST_WAIT_S,
+                f"a number of seconds from 1, at most {_LONGEST_WAIT_S}")  # fmt: skip
         if self.strategy == "single":
             for name in ("devices", "num_nodes"):
                 require(f"trainer.{name}", getattr(self, name), getattr(self, name) == 1,

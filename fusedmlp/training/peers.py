@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -78,7 +78,6 @@ class Peers:
             self._store = prefixed(self._connection())
             self._last = LastStep(self._store, place.rank, place.world_size)
             self._previous = signal.signal(_WAKE, self._woken)
-            self._heeding = True
             self._thread = threading.Thread(target=self._watch, name="fusedmlp.peers", daemon=True)
             self._thread.start()
         return self
@@ -110,7 +109,6 @@ class Peers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._heeding = False
         if self._thread is not None:
             self._farewell()
             signal.signal(_WAKE, self._previous)
@@ -122,8 +120,19 @@ class Peers:
             # With a rank missing, ending the group could wait for it, and so could Python's end.
             atexit.register(_leave_at_once, self._exit_code)
 
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """While it is active, PeerFailed is raised when another rank fails; at other times nobody could take it."""
+        self._heeding = True
+        try:
+            if self._said is not None:
+                raise PeerFailed
+            yield
+        finally:
+            self._heeding = False
+
     def agree(self, name: str, value: str) -> str:
-        """Rank 0's `value`, on every rank."""
+        """Rank 0's `value`, on every rank. Raises: PeerFailed if another rank fails before it is said."""
         if self._store is None:
             return value
         if self.is_first:
@@ -163,6 +172,8 @@ class Peers:
         # Not the store's own wait, which a failure of another rank could not end.
         until = time.monotonic() + self.timeout_s
         while not self._store.check([key]):
+            if self._said is not None:
+                raise PeerFailed
             if time.monotonic() > until:
                 raise RuntimeError(f"rank {self.place.rank} has waited {self.timeout_s:g} s for another rank: {key}")
             time.sleep(0.05)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from fusedmlp.errors import UserError
-from fusedmlp.training.options import DISTRIBUTED, shown
+from fusedmlp.training.options import DISTRIBUTED, require, shown
+
+_RANKS_PER_CORE = 4
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def find(trainer: Mapping[str, Any], environment: Mapping[str, str] = os.environ
     tasks = _count(environment, "SLURM_STEP_NUM_TASKS", 1)
     if tasks > 1 or nodes > 1:
         return _of_slurm(environment, tasks, wanted, devices, nodes)
+    # Each is a process: a slip of the hand must not fill the machine with them.
+    most = max(torch.cuda.device_count(), _RANKS_PER_CORE * (os.cpu_count() or 1))
+    require("trainer.devices", wanted, wanted <= most, f"at most {most} on this host")
     return Place() if wanted == 1 else Start(wanted, 0, wanted)
 
 

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 # Of configs/train.yaml: each is looked at, and `~KEY` on the command line takes one away.
 _KEYS = ("impl", "dim", "seed", "resume", "model", "data", "trainer", "profile", "logger", "sweep")
 
+_ANOTHER_ENDED = Ending("failed", "another rank ended", None, EXIT_FAILED)
+
 
 def run(
     cfg: DictConfig, wanted_folder: Path, overrides: list[str], group: str | None = None, place: Place | None = None
@@ -62,7 +64,11 @@ def run(
     if removed := [name for name in _KEYS if name not in config]:
         raise UserError(f"{removed[0]} is missing from the config: a run needs all of {', '.join(_KEYS)}")
     with StopRequests() as stop, Peers(place or Place(), stop) as peers, _recorded(wanted_folder):
-        folder = agreed_folder(peers, lambda: claim_folder(wanted_folder))
+        try:
+            folder = agreed_folder(peers, lambda: claim_folder(wanted_folder))
+        except PeerFailed:
+            # The first rank has no directory to record anything in, and says so.
+            return UnwrittenResult(wanted_folder), _ANOTHER_ENDED
         if not peers.is_first and folder != wanted_folder.absolute():
             # Hydra has made one for a process that began a second later.
             with suppress(OSError):
@@ -99,12 +105,11 @@ def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
         stop.deferred = False
         if stop.received is not None:
             raise Interrupted(stop.received)
-        current.train()
+        with current.peers.heeded():
+            current.train()
     except BaseException as raised:
         error = raised
-    ending = (
-        Ending("failed", "another rank ended", None, EXIT_FAILED) if isinstance(error, PeerFailed) else ending_of(error)
-    )
+    ending = _ANOTHER_ENDED if isinstance(error, PeerFailed) else ending_of(error)
     if error is not None:
         ending = current.peers.ended_by(error, ending, "".join(traceback.format_exception(error)))
         log.error("%s: %s", ending.status, ending.reason, exc_info=error if ending.bug else None)

@@ -36,6 +36,7 @@ def test_the_configs_hold_every_option_and_nothing_else():
         ({"learning_rate": 0}, ("trainer.learning_rate=0", "above 0")),
         ({"learning_rate": float("inf")}, ("trainer.learning_rate=inf", "above 0")),
         ({"rank_timeout": 1e30}, ("trainer.rank_timeout=1e+30", "at most 1000000")),
+        ({"rank_timeout": 1e-9}, ("trainer.rank_timeout=1e-09", "from 1")),
         ({"learning_rate": "fast"}, ("trainer.learning_rate=fast", "a number")),
         ({"min_learning_rate": 1}, ("trainer.min_learning_rate=1", "trainer.learning_rate=0.001")),
         ({"weight_decay": -0.1}, ("trainer.weight_decay=-0.1", "at least 0")),

@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
+from training.runs import config, fits
 
 from fusedmlp.training import peers
 from fusedmlp.training.failures import Ending
 from fusedmlp.training.interrupt import StopRequests
+from fusedmlp.training.messages import FOLDER, post_failure, prefixed
 from fusedmlp.training.place import Place
+from fusedmlp.training.run import run
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cuda", ["cuda:1", None, None]), ("cpu", [None, None, None])])
@@ -20,6 +23,31 @@ def test_only_the_first_group_of_a_process_is_bound_to_its_gpu(monkeypatch, kind
     for _ in range(3):
         peers.Peers(Place(0, 0, 1, 1), StopRequests()).meet(torch.device(kind, 1 if kind == "cuda" else 0), 60.0)
     assert bound == [None if name is None else torch.device(name) for name in expected]
+
+
+@fits
+@pytest.mark.parametrize("told", [(), (FOLDER,)])
+def test_a_rank_that_hears_of_a_failure_before_it_trains_ends_without_a_word_of_its_own(tmp_path, told):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    post_failure(
+        prefixed(store), 0, Ending("failed", "trainer.max_steps=0: expected an integer of at least 1", None, 1)
+    )
+    for name in told:
+        prefixed(store).set(name, str(tmp_path / "run"))
+    place = Place(1, 1, 2, 2, "127.0.0.1", store.port, hosted=True)
+    _, ending = run(config(), tmp_path / "run", [], None, place)
+    assert (ending.status, ending.exit_code, ending.bug) == ("failed", 1, False)
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_failure_after_training_does_not_end_what_records_it(monkeypatch):
+    ours = peers.Peers(Place(0, 0, 2, 2), StopRequests())
+    with ours.heeded():
+        pass
+    ours._said = {"rank": 1}
+    ours._woken(0, None)
+    with pytest.raises(peers.PeerFailed), ours.heeded():
+        pass
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

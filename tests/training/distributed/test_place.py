@@ -40,6 +40,8 @@ def test_several_devices_of_this_host_are_started():
     count = max(torch.cuda.device_count(), 1)
     every = find(DDP | {"devices": "auto", "accelerator": "auto"}, {})
     assert every == (Place() if count == 1 else Start(count, 0, count))
+    with raises(UserError, "trainer.devices=1000000: expected at most", "on this host"):
+        find(DDP | {"devices": 10**6}, {})
 
 
 @pytest.mark.parametrize("values", [{"devices": 0}, {"devices": "all"}, {"num_nodes": "two"}, {"devices": 1.5}])
