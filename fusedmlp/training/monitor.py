@@ -35,7 +35,10 @@ EARLY_STEPS = 5
 
 
 class Sink(Protocol):
-    """Takes rows as they arrive. `write` gets at least "step"; `tick` is called after every optimizer step."""
+    """Takes rows as they arrive. `write` gets at least "step".
+
+    `tick` is called after every optimizer step, and before validation and a checkpoint: then the rows are to be seen.
+    """
 
     def write(self, row: Row) -> None: ...
 
@@ -110,12 +113,17 @@ class Monitor(Callback):
             self._request(step, task)
         if self._due():
             self._write_arrived()
+        self._tick(step)
+
+    def _tick(self, step: int) -> None:
         for sink in self.sinks:
             sink.tick(step)
 
     def on_validation_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock.pause()
         self._write_arrived()
+        # Nor are they to wait in a sink for what may take long.
+        self._tick(task.steps)
 
     def on_validation_end(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self._pending.append(Pending({"step": trainer.global_step}, task.val_metrics.read(), [], 0, 0))
@@ -175,6 +183,7 @@ class Monitor(Callback):
         if task.samples > self._samples:
             self._request(step, task)
         self.flush()
+        self._tick(step)
 
     def request_rest(self, task: LanguageModelTask) -> None:
         """Requests what there is since the last row, of a run that broke off: its finished steps."""

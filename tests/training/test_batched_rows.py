@@ -7,8 +7,10 @@ from training.runs import curve, fits, rows, train
 from training.test_run import poison_loss
 
 from fusedmlp.training import monitor
+from fusedmlp.training.checkpoint import Checkpoints
 from fusedmlp.training.csv_sink import CsvSink
 from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.task import LanguageModelTask
 
 pytestmark = fits
 
@@ -52,6 +54,26 @@ def test_a_row_does_not_wait_longer_than_a_moment(tmp_path, written, monkeypatch
 def test_rows_do_not_wait_for_a_checkpoint_or_validation(tmp_path, written, every):
     train(tmp_path / "run", "trainer.max_steps=5", every)
     assert written[3][:3] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "settings"),
+    [
+        (Checkpoints, "on_save_checkpoint", ("trainer.checkpoint_every=3", "trainer.max_steps=4")),
+        (LanguageModelTask, "validation_step", ("trainer.val_every=3", "trainer.max_steps=4")),
+    ],
+)
+def test_rows_are_in_the_file_before_a_checkpoint_or_validation(tmp_path, written, monkeypatch, owner, name, settings):
+    """Which may take long, and be killed."""
+    found, work = [], getattr(owner, name)
+
+    def looking(*arguments):
+        found.append([int(row["step"]) for row in rows(tmp_path / "run") if row["train/loss"]])
+        return work(*arguments)
+
+    monkeypatch.setattr(owner, name, looking)
+    train(tmp_path / "run", *settings)
+    assert (found[0], found[-1]) == ([1, 2, 3], [1, 2, 3, 4])
 
 
 def test_a_loss_that_was_nan_stops_the_run_with_its_batch(tmp_path, written, monkeypatch):
