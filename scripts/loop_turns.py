@@ -86,8 +86,9 @@ class LogsInTurns(Monitor):
 
     def on_train_batch_end(self, trainer: Any, task: Any, *rest: Any) -> None:
         self.options = self._choices[(task.steps - 1) // BLOCK % 4]
-        if task.steps % BLOCK == 0:
-            self._write_arrived()
+        # And the row of its last step, which comes too late for that, in a step that does not count.
+        if task.steps % BLOCK < 2:
+            self.flush()
         super().on_train_batch_end(trainer, task, *rest)
 
 

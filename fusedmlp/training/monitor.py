@@ -18,17 +18,13 @@ from lightning.pytorch import Callback, Trainer
 
 from fusedmlp.training import environment
 from fusedmlp.training.failures import Diverged
-from fusedmlp.training.metrics import Reading
+from fusedmlp.training.metrics import BATCH, BATCH_S, Reading
 from fusedmlp.training.optim import learning_rate
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.task import LanguageModelTask
 from fusedmlp.training.throughput import Cost, Durations, Step, StepClock, Throughput, summarize
 
 Row = dict[str, float]
-
-# Rows are written when so many have come, or the first of them so long ago.
-BATCH_ROWS = 8
-BATCH_S = 0.1
 
 # The loss of the first steps is kept: before rounding has carried far, equal computations have equal losses.
 EARLY_STEPS = 5
@@ -93,7 +89,7 @@ class Monitor(Callback):
         self.clock = StepClock(task.device)
         self._began = trainer.global_step
         if task.device.type == "cuda":
-            self._batch_rows = BATCH_ROWS
+            self._batch_rows = BATCH
         environment.reset_peak_memory(task.device)
         # A wait begins when the step asks for a batch, and ends when it has it on the device.
         loader: Any = trainer.train_dataloader
@@ -121,6 +117,11 @@ class Monitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock.pause()
+        # Not to wait until it has ended.
+        task.train_metrics.send()
+        self._write_arrived()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
         self._write_arrived()
         # Nor are they to wait in a sink for what may take long.
         self._tick(task.steps)

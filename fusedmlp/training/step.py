@@ -133,7 +133,9 @@ class TrainStep:
             group["lr"] = self._rate
 
     def make_capturable(self) -> None:
-        """Moves what changes from step to step to the device: the learning rate (the step count is there already)."""
+        """Moves what changes from step to step to the device, the learning rate (the step count is there already), and
+        lets the metrics stay where they are."""
+        self.metrics.stay()
         self._device_rate = torch.full((), self._rate, dtype=torch.float32, device=self.parameters[0].device)
         for group in self.optimizer.param_groups:
             group["lr"], group["capturable"] = self._device_rate, True

@@ -18,7 +18,7 @@ from fusedmlp.training.capture import StepCapture
 from fusedmlp.training.capture_choice import obstacle
 from fusedmlp.training.cuda_graph import CudaGraphs
 from fusedmlp.training.data import TextDataModule
-from fusedmlp.training.metrics import DeviceMetrics
+from fusedmlp.training.metrics import BATCH, DeviceMetrics
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions
 from fusedmlp.training.step import Batch, TrainStep, next_token_loss, to_device
@@ -125,7 +125,8 @@ class LanguageModelTask(LightningModule):
 
     def on_fit_start(self) -> None:
         world_size = getattr(self.trainer.strategy, "world_size", 1)
-        self.train_metrics = DeviceMetrics(("train/loss", "train/grad_norm"), self.device, world_size)
+        batch = BATCH if self.device.type == "cuda" and world_size == 1 else 1
+        self.train_metrics = DeviceMetrics(("train/loss", "train/grad_norm"), self.device, world_size, batch)
         self.val_metrics = DeviceMetrics(("val/loss",), self.device, world_size)
         optimizer: Any = self.optimizers(use_pl_optimizer=False)
         self.step = TrainStep(self.model, optimizer, self.options, self.train_metrics)

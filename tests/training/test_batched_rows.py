@@ -23,7 +23,7 @@ def written(monkeypatch):
 
     def batched(self, trainer, task):
         start(self, trainer, task)
-        self._batch_rows = monitor.BATCH_ROWS
+        self._batch_rows = monitor.BATCH
         now.append(task)
 
     def noted(self, row):

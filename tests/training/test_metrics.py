@@ -1,6 +1,7 @@
 """DeviceMetrics: means over an interval, and nothing read before it is asked for."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -102,6 +103,58 @@ def test_a_value_is_added_within_the_recording_that_it_comes_in():
     assert metrics.read().means() == {"a": 5.5}
 
 
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_readings_sent_together_say_what_each_alone_would(seed, stays, monkeypatch):
+    monkeypatch.setattr("fusedmlp.training.metrics.BATCH_S", 1e9)
+    draw = random.Random(seed)
+    metrics, values, requested = DeviceMetrics(("a", "b"), CPU, batch=4), {"a": [], "b": []}, []
+    for turn in range(200):
+        if stays and turn == 50 + seed:
+            metrics.stay()
+        action = draw.choice(["add", "add", "add", "read", "read", "go on", "send", "means"])
+        if action == "add":
+            name, value = draw.choice("ab"), float(draw.randrange(100))
+            metrics.add(name, torch.tensor(value))
+            values[name].append(value)
+        elif action == "send":
+            metrics.send()
+        elif action == "means" and requested:
+            reading, expected = requested[-1]
+            assert reading.means() == pytest.approx(expected)
+        elif action in ("read", "go on"):
+            expected = {name: sum(found) / len(found) for name, found in values.items() if found}
+            requested.append((metrics.read(go_on=action == "go on"), expected))
+            if action == "read":
+                values = {"a": [], "b": []}
+    for reading, expected in requested:
+        assert reading.means() == pytest.approx(expected)
+
+
+def test_readings_are_sent_when_there_are_enough_or_they_come_slowly(monkeypatch):
+    now = iter([10.0, 10.01, 10.02, 10.03, 10.2, 10.21])
+    monkeypatch.setattr("fusedmlp.training.metrics.time.perf_counter", lambda: next(now))
+    metrics = DeviceMetrics(("a",), CPU, batch=3)
+    found = [metrics.read() for _ in range(6)]
+    assert [reading.ready() for reading in found] == [True, True, True, True, True, False]
+
+
+def test_a_place_that_stays_is_where_a_graph_adds():
+    metrics = DeviceMetrics(("a",), CPU, batch=4)
+    for value in (1.0, 2.0):
+        metrics.add("a", torch.tensor(value))
+        metrics.read()
+    metrics.add("a", torch.tensor(4.0))
+    metrics.stay()
+    cell = metrics._cells["a"]
+    readings = [metrics.read()]
+    for _ in range(6):
+        cell += 8.0  # what a replay does
+        metrics.count("a")
+        readings.append(metrics.read())
+    assert [reading.means()["a"] for reading in readings] == [4.0] + [8.0] * 6
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_waits_until_the_means_are_asked_for():
     metrics = DeviceMetrics(("a",), torch.device("cuda"))
@@ -123,13 +176,14 @@ def test_on_a_gpu_nothing_waits_until_the_means_are_asked_for():
 
 
 @pytest.mark.gpu
-def test_readings_on_their_way_share_nothing_and_those_read_give_their_memory_back():
-    metrics = DeviceMetrics(("a",), torch.device("cuda"))
+@pytest.mark.parametrize("batch", [1, 2])
+def test_readings_on_their_way_share_nothing_and_those_read_give_their_memory_back(batch):
+    metrics = DeviceMetrics(("a",), torch.device("cuda"), batch=batch)
     for _ in range(3):
         readings = []
-        for value in (1.0, 2.0, 3.0):
+        for value in (1.0, 2.0, 3.0, 4.0):
             metrics.add("a", torch.tensor(value, device="cuda"))
             readings.append(metrics.read())
-        assert [reading.means() for reading in readings] == [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
-        assert [reading.means() for reading in readings] == [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}]
-        assert len(metrics._slots) == 3
+        for _ in range(2):
+            assert [reading.means()["a"] for reading in readings] == [1.0, 2.0, 3.0, 4.0]
+        assert len(metrics._slots) <= 4 // batch + 1
