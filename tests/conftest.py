@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from interpreter_speed import look_once
 
 from fusedmlp import impls
 
@@ -16,6 +17,7 @@ ON_GPU = torch.cuda.is_available() and not INTERPRETER
 
 def pytest_configure(config):
     if INTERPRETER:
+        look_once()
         # numpy warns where the interpreter computes inf - inf or overflows, as a GPU does without a word.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
         # Triton up to 3.6 makes integers of arrays of one element, which NumPy before 2.4 still allows.
