@@ -30,6 +30,8 @@ def build_library(folder: Path) -> Path:
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
     flags = ["-std=c++20", "-fPIC", "-I.", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    # A distribution's checks of longjmp know nothing of fibers.
+    flags += ["-U_FORTIFY_SOURCE"]
     flags += [flag for path in includes for flag in ("-isystem", str(path))]
 
     def run(*arguments: str) -> None:
