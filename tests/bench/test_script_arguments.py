@@ -10,7 +10,7 @@ NUMBERS = [
     ("bench_auto", "--rounds 0"),
     ("bench_auto", "--rep x"),
     ("bench_gemm", "--rounds -1"),
-    ("bench_loop", "--repeats 0"),
+    ("bench_loop", "--turns 0"),
     ("bench_loop", "--dims 0"),
     ("bench_replace", "--steps 0"),
     ("gpu_trace_check", "--turns 0"),
