@@ -117,14 +117,15 @@ class Monitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock.pause()
-        # Not to wait until it has ended.
+        # Rows are not to wait until it has ended, on the device or in a sink.
         task.train_metrics.send()
         self._write_arrived()
-
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self._write_arrived()
-        # Nor are they to wait in a sink for what may take long.
         self._tick(task.steps)
+
+    def on_validation_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
+        if self._pending:
+            self._write_arrived()
+            self._tick(task.steps)
 
     def on_validation_end(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self._pending.append(Pending({"step": trainer.global_step}, task.val_metrics.read(), [], 0, 0))
