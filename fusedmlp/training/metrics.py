@@ -8,6 +8,7 @@ Readings that follow closely are sent together. A copy, its event and the zeroin
 and 100 between two training steps, when nothing that they need is in a cache.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Readings that are sent together at most, and how close they follow.
-BATCH = 8
-BATCH_S = 0.1
+# Readings that are sent together at most, and how long the first of them waits for the others.
+BATCH = 32
+BATCH_S = 0.25
 
 
 class Slot(NamedTuple):
@@ -111,7 +112,7 @@ class DeviceMetrics:
         self._held: dict[str, tuple[Tensor, float]] = {}
         self._unsent: list[Reading] = []
         self._stays = False
-        self._last_read = -BATCH_S
+        self._last_read = self._waits_since = -math.inf
         # To pin memory and to make an event takes the host longer than the copy.
         self._slots: list[Slot] = []
         self._begin(0)
@@ -168,8 +169,11 @@ class DeviceMetrics:
             self._weights, self._held = weights, held
 
     def read(self, go_on: bool = False) -> Reading:
-        """Requests the means and begins a new interval, or goes on with this one. What is requested is sent when
-        `batch` readings are, or none came shortly before, or one is asked for its means."""
+        """Requests the means and begins a new interval, or goes on with this one.
+
+        What is requested is sent when there are `batch` readings, when the first of them has waited for long, at
+        once if none came shortly before, and at the latest when one is asked for its means.
+        """
         self._add_held()
         reading = Reading({name: weight * self._world_size for name, weight in self._weights.items()}, self.send)
         if go_on:
@@ -182,14 +186,12 @@ class DeviceMetrics:
             self._sums[0].zero_()
         self._unsent.append(reading)
         self._begin(self._end + 1)
-        now = time.perf_counter()
-        if (
-            len(self._unsent) == self._batch
-            or self._end == self._batch + self._stays
-            or now - self._last_read > BATCH_S
-        ):
+        before, self._last_read = self._last_read, time.perf_counter()
+        if len(self._unsent) == 1:
+            self._waits_since = self._last_read
+        waited = self._last_read - min(before, self._waits_since)
+        if self._end == self._batch + self._stays or waited > BATCH_S:
             self.send()
-        self._last_read = now
         return reading
 
     def send(self) -> None:

@@ -3,7 +3,7 @@
 Rows go to the sinks (metrics.csv, Weights & Biases, the progress display) in the order of the log points. A row arrives
 a few steps late, because nobody waits for it; at the end, before a checkpoint and on a failure the rest is waited for.
 Rows of a GPU that follow one another closely are written several at a time: alone, between two steps, one costs the
-host some 180 us, because nothing that it needs is in a cache; the others of a batch cost a fifth of that each.
+host some 180 us, because nothing that it needs is in a cache; the others of a batch cost a fraction of that each.
 """
 
 import math
@@ -11,8 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import Callback, Trainer
 
@@ -41,16 +40,17 @@ class Sink(Protocol):
     def tick(self, step: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A row on its way."""
+class Pending(NamedTuple):
+    """A row on its way. What it says is worked out when it is written."""
 
-    row: Row  # what the host knows already
+    step: int
     reading: Reading
-    steps: list[Step]
-    samples: int
-    tokens: int
-    requested: float = field(default_factory=time.perf_counter)
+    requested: float  # by `time.perf_counter`
+    steps: list[Step] | None = None  # None for validation
+    replayed: int = 0  # of these steps, from a CUDA graph
+    samples: int = 0
+    tokens: int = 0
+    peak_memory_gib: float | None = None
 
 
 class Monitor(Callback):
@@ -128,28 +128,22 @@ class Monitor(Callback):
             self._tick(task.steps)
 
     def on_validation_end(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
-        self._pending.append(Pending({"step": trainer.global_step}, task.val_metrics.read(), [], 0, 0))
+        self._pending.append(Pending(trainer.global_step, task.val_metrics.read(), time.perf_counter()))
         self.clock.resume()
 
     def _request(self, step: int, task: LanguageModelTask) -> None:
-        assert self.started is not None
         now = time.perf_counter()
-        # Not the task's, which is that of the next step already when that one has broken off.
-        row = {"step": step, "lr": learning_rate(step - 1, self.options), "time/elapsed_s": now - self.started}
-        steps = self.clock.take()
-        if steps:
-            row["time/replayed_percent"] = 100 * (task.capture.replayed - self._replayed) / len(steps)
+        steps, replayed = self.clock.take(), task.capture.replayed - self._replayed
         self._replayed, self._first_steps = task.capture.replayed, task.capture.first_steps
         if now - self._polled >= BATCH_S or step == self.options.max_steps:
             # Some 50 us each time.
             self._polled, self._peak_memory = now, environment.peak_memory_gib(task.device)
-        if self._peak_memory is not None:
-            row["memory/peak_gib"] = self._peak_memory
         # Every rank takes as many.
         samples = (task.samples - self._samples) * self.cost.devices
         tokens = (task.tokens - self._tokens) * self.cost.devices
         self._samples, self._tokens = task.samples, task.tokens
-        self._pending.append(Pending(row, task.train_metrics.read(), steps, samples, tokens))
+        reading = task.train_metrics.read()
+        self._pending.append(Pending(step, reading, now, steps, replayed, samples, tokens, self._peak_memory))
 
     def _due(self) -> bool:
         waiting = self._pending
@@ -198,9 +192,12 @@ class Monitor(Callback):
 
     def _write(self, pending: Pending) -> None:
         means = pending.reading.means()
-        row = pending.row | means
+        row: Row = {"step": pending.step}
+        if pending.steps is not None:
+            row |= self._told(pending)
+        row |= means
         if pending.steps:
-            row |= self._speed(pending)
+            row |= self._speed(pending, pending.steps)
         self.last |= row
         # One that cannot take the row, as on a full disk, does not keep it from the others.
         failures = [error for sink in self.sinks if (error := _refusal(sink, row)) is not None]
@@ -210,12 +207,24 @@ class Monitor(Callback):
         if bad:
             raise Diverged(f"{' and '.join(bad)} at step {row['step']:.0f}")
 
-    def _speed(self, pending: Pending) -> Row:
+    def _told(self, pending: Pending) -> Row:
+        """What the host knows of an interval."""
+        assert self.started is not None
+        # The rate is not the task's, which is that of the next step already when that one has broken off.
+        told = {
+            "lr": learning_rate(pending.step - 1, self.options),
+            "time/elapsed_s": pending.requested - self.started,
+            "memory/peak_gib": pending.peak_memory_gib,
+            "time/replayed_percent": 100 * pending.replayed / len(pending.steps) if pending.steps else None,
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
+    def _speed(self, pending: Pending, done: list[Step]) -> Row:
         """Speed in the interval: rates from all its steps, what is not known left out."""
-        durations = Durations.of(pending.steps)
+        durations = Durations.of(done)
         self._durations.extend(durations)
-        self._unprofiled.extend(durations.where([not step.profiled for step in pending.steps]))
-        steps, seconds = len(pending.steps), sum(durations.step_ms) / 1e3
+        self._unprofiled.extend(durations.where([not step.profiled for step in done]))
+        steps, seconds = len(done), sum(durations.step_ms) / 1e3
         self._per_step = (pending.samples // steps, pending.tokens // steps)
         samples_per_s = pending.samples / seconds
         speed: dict[str, float | None] = {

@@ -47,10 +47,12 @@ def test_ours_and_bare_blocks_alternate(config, tmp_path):
     assert (ending.status, result.fields["steps"]) == ("completed", 4 * BLOCK)
 
 
-def test_logged_and_silent_blocks_alternate(config, tmp_path):
+def test_logged_and_silent_blocks_alternate(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_turns, "LOG_BLOCK", BLOCK)
     config.trainer.max_steps = 6 * BLOCK
-    turns = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
-    assert [len(turn) for turn in turns] == [2, 2]
+    found = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
+    assert [len(turn) for turn in found] == [2, 2]
+    assert all(0 < never.hook_ms < every.hook_ms < every.ms for every, never in found)
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     logged = [step for block in (0, 3, 4) for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1)]
@@ -58,20 +60,22 @@ def test_logged_and_silent_blocks_alternate(config, tmp_path):
 
 
 def test_the_logged_block_comes_first_in_every_turn(monkeypatch):
-    order = iter([9.0, 9.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0])  # every, never; never, every; every, never; never, every
+    # every, never; never, every; every, never; never, every: of each block the steps, then the monitor's part of them
+    order = iter([9.0, 9.0, 9.0, 9.0, 1.0, 0.1, 2.0, 0.4, 2.0, 0.4, 1.0, 0.1, 1.0, 0.1, 2.0, 0.4])
     monkeypatch.setattr(loop_turns, "_mean", lambda _: next(order))
 
     def train():
         clock = loop_turns.monitor.StepClock(CPU)
         clock.resume()
-        for _ in range(8 * BLOCK):
+        for _ in range(8 * loop_turns.LOG_BLOCK):
             clock.tick()
 
     turns = loop_turns.logged_in_turns(train, CPU)
-    assert [(every.ms, never.ms) for every, never in turns] == [(2, 1)] * 3
-    turns = [[loop_turns.Taken(1.02 * n, 3.3 * n), loop_turns.Taken(n, 3.0 * n)] for n in range(1, 8)]
+    assert turns == [[(2, 0.4), (1, 0.1)]] * 3
+    turns = [[loop_turns.Logged(1.02 * n, 0.5 * n), loop_turns.Logged(n, 0.2 * n)] for n in range(1, 8)]
     found = loop_turns.cost_of_logging(turns)
-    assert (found["cost %"], found["CPU time %"]) == pytest.approx((2, 10))
+    assert (found["cost %"], found["host %"]) == pytest.approx((2, 30))
+    assert found["host us a row"] == pytest.approx(1200)
     assert (found["never ms"], found["95 % interval"]) == (4, "2.0, 2.0")
 
 

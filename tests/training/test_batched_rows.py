@@ -32,6 +32,7 @@ def written(monkeypatch):
 
     monkeypatch.setattr(Monitor, "on_train_start", batched)
     monkeypatch.setattr(CsvSink, "write", noted)
+    monkeypatch.setattr(monitor, "BATCH", 8)
     monkeypatch.setattr(monitor, "BATCH_S", 1e9)
     return seen
 

@@ -131,12 +131,20 @@ def test_readings_sent_together_say_what_each_alone_would(seed, stays, monkeypat
         assert reading.means() == pytest.approx(expected)
 
 
-def test_readings_are_sent_when_there_are_enough_or_they_come_slowly(monkeypatch):
-    now = iter([10.0, 10.01, 10.02, 10.03, 10.2, 10.21])
-    monkeypatch.setattr("fusedmlp.training.metrics.time.perf_counter", lambda: next(now))
-    metrics = DeviceMetrics(("a",), CPU, batch=3)
-    found = [metrics.read() for _ in range(6)]
-    assert [reading.ready() for reading in found] == [True, True, True, True, True, False]
+def test_readings_are_sent_when_there_are_enough_or_they_come_slowly_or_one_has_waited(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("fusedmlp.training.metrics.time.perf_counter", lambda: now[0])
+    metrics, found = DeviceMetrics(("a",), CPU, batch=4), []
+
+    def sent_after(seconds):
+        now[0] += seconds
+        found.append(metrics.read())
+        return sum(reading.ready() for reading in found)
+
+    assert [sent_after(seconds) for seconds in (0, 0.1, 0.01, 0.01, 0.01)] == [1, 1, 1, 1, 5], "the first, then four"
+    assert [sent_after(seconds) for seconds in (1, 0.05, 0.05, 0.05)] == [6, 6, 6, 6], "one that came late"
+    assert sent_after(0.05) == 10, "four again"
+    assert [sent_after(seconds) for seconds in (0.1, 0.2, 0.2)] == [10, 10, 13], "the first had waited for 0.4 s"
 
 
 def test_a_place_that_stays_is_where_a_graph_adds():
