@@ -4,93 +4,24 @@ Reading a value from a GPU (`.item()`, `float(loss)`, a print) makes the CPU wai
 that the GPU waits for the CPU. So nothing is read between two log points; at a log point the sums start on their way to
 pinned memory, and the loop goes on. A `Reading` is asked later whether it has arrived.
 
-Readings that follow closely are sent together. A copy, its event and the zeroing take the host 20 us right after some,
-and 100 between two training steps, when nothing that they need is in a cache.
+Readings that follow closely are sent together: a copy with its event and the zeroing takes the host 20 us right after
+another, and 100 between two training steps, when nothing that it needs is in a cache.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fusedmlp.training.readings import Reading, Slot, Transfer
+
 # Readings that are sent together at most, and how long the first of them waits for the others.
 BATCH = 32
 BATCH_S = 0.25
-
-
-class Slot(NamedTuple):
-    """Where sums arrive from a GPU: pinned memory, (batch, n) fp32, and the event that follows the copy."""
-
-    host: Tensor
-    event: Any
-
-
-class Transfer:
-    """Sums of some readings on their way to the host.
-
-    Args:
-        host: (m, n) fp32 on the host, a row for each reading, valid once the rest is done.
-        slot: where it lies, and `give_back` receives it once it has been read; None if it does not come from a GPU.
-        work: the sum over ranks on its way (CPU), or None.
-    """
-
-    def __init__(
-        self, host: Tensor, slot: Slot | None = None, give_back: Callable[[Slot], None] | None = None, work: Any = None
-    ):
-        self._host, self._slot, self._give_back, self._work = host, slot, give_back, work
-        self._sums: list[list[float]] | None = None
-
-    def arrived(self) -> bool:
-        if self._sums is not None:
-            return True
-        return (self._slot is None or self._slot.event.query()) and (self._work is None or self._work.is_completed())
-
-    def sums(self) -> list[list[float]]:
-        """Waits for them if it has to."""
-        if self._sums is None:
-            if self._slot is not None:
-                self._slot.event.synchronize()
-            if self._work is not None:
-                self._work.wait()
-            self._sums = self._host.tolist()
-            if self._slot is not None and self._give_back is not None:
-                self._give_back(self._slot)
-        return self._sums
-
-
-class Reading:
-    """Means that were requested at one log point and may still be on their way.
-
-    Args:
-        weights: what each sum is divided by; a name of weight 0 has no mean.
-        send: sends what has not been sent, this among it.
-    Attributes:
-        transfer, row: that brings the sums, and where in it they are; None until they are sent.
-    """
-
-    def __init__(self, weights: dict[str, float], send: Callable[[], None]):
-        self._weights, self._send = weights, send
-        self.transfer: Transfer | None = None
-        self.row = 0
-
-    def ready(self) -> bool:
-        """Whether `means` would return without waiting."""
-        return self.transfer is not None and self.transfer.arrived()
-
-    def means(self) -> dict[str, float]:
-        """Mean of every name that was added to since the reading before; waits for the copy if it has to."""
-        if self.transfer is None:
-            self._send()
-        assert self.transfer is not None
-        sums = self.transfer.sums()[self.row]
-        return {
-            name: value / weight for value, (name, weight) in zip(sums, self._weights.items(), strict=True) if weight
-        }
 
 
 class DeviceMetrics:

@@ -17,9 +17,10 @@ from lightning.pytorch import Callback, Trainer
 
 from fusedmlp.training import environment
 from fusedmlp.training.failures import Diverged
-from fusedmlp.training.metrics import BATCH, BATCH_S, Reading
+from fusedmlp.training.metrics import BATCH, BATCH_S
 from fusedmlp.training.optim import learning_rate
 from fusedmlp.training.options import TrainerOptions
+from fusedmlp.training.readings import Reading
 from fusedmlp.training.task import LanguageModelTask
 from fusedmlp.training.throughput import Cost, Durations, Step, StepClock, Throughput, summarize
 

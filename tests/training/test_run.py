@@ -21,8 +21,9 @@ from fusedmlp.training import step, task
 from fusedmlp.training.csv_sink import COLUMNS, CsvSink
 from fusedmlp.training.failures import ending_of
 from fusedmlp.training.log_file import log_file
-from fusedmlp.training.metrics import DeviceMetrics, Reading
+from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.readings import Reading
 from fusedmlp.training.result import Result
 from fusedmlp.training.run import run
 from fusedmlp.training.trainer import AtomicCheckpointIO
