@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 from fusedmlp.models.mlp import MLPLanguageModel
 
@@ -16,3 +17,11 @@ def killed(**sizes):
     if "WELL" not in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     return MLPLanguageModel(**sizes)
+
+
+class Slow(MLPLanguageModel):
+    """Takes its time, but not that of a core."""
+
+    def forward(self, tokens):
+        time.sleep(0.1)
+        return super().forward(tokens)

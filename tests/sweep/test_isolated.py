@@ -26,7 +26,7 @@ EXPERIMENTS = {
     "other": f"dim: 48\ntrainer: {{max_steps: 6}}\n{QUIET}",
     "killed": f"dim: 48\nmodel: {{_target_: misbehaving.killed}}\n{LONG}",
     "triton": f"defaults:\n  - override /impl: triton\n{QUIET}",
-    "slow": f"dim: 32\n{LONG}\n{QUIET}",
+    "slow": f"dim: 32\nmodel: {{_target_: misbehaving.Slow}}\n{LONG}\n{QUIET}",
 }
 
 
