@@ -139,6 +139,19 @@ def test_the_same_losses_to_the_last_bit(tmp_path, graphs, impl, accumulate):
     assert curve(tmp_path / "captured", "time/replayed_percent")[30] == "100.0"
 
 
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_metrics_that_are_sent_together_are_those_of_each_step(tmp_path, graphs, monkeypatch, log_every):
+    """As on a GPU, where a graph adds in the place that it was recorded with."""
+    settings = (*CAPTURED, "trainer.accumulate=2", "trainer.val_every=7", f"trainer.log_every={log_every}")
+    train(tmp_path / "alone", *settings, "trainer.cuda_graph=false")
+    made = task.DeviceMetrics
+    monkeypatch.setattr(task, "DeviceMetrics", lambda *arguments: made(*arguments[:3], batch=8))
+    for name, captured in (("eager", "false"), ("captured", "true")):
+        train(tmp_path / name, *settings, f"trainer.cuda_graph={captured}")
+        for value in ("train/loss", "train/grad_norm", "val/loss"):
+            assert curve(tmp_path / name, value) == curve(tmp_path / "alone", value)
+
+
 def test_a_step_that_ignores_new_batches_would_be_seen(tmp_path, graphs, monkeypatch):
     """The test above sees whether a replay reads the batch that came."""
     train(tmp_path / "eager", *CAPTURED, "trainer.cuda_graph=false")
