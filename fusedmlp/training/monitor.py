@@ -89,7 +89,8 @@ class Monitor(Callback):
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock = StepClock(task.device)
         self._began = trainer.global_step
-        if task.device.type == "cuda":
+        # Ranks are to see a loss that is not finite in the same step, as far as can be.
+        if task.device.type == "cuda" and self.cost.devices == 1:
             self._batch_rows = BATCH
         environment.reset_peak_memory(task.device)
         # A wait begins when the step asks for a batch, and ends when it has it on the device.
