@@ -26,8 +26,8 @@ from fusedmlp.training.throughput import Durations, Step, StepClock
 
 BLOCK = 20
 NEVER = 10**9  # trainer.log_every
-LOG_BLOCK = 2 * BATCH + 3  # so that what is written in a block are as many rows as it has steps that count
 UNCOUNTED = 3  # steps at the beginning of a block, while nothing is enqueued ahead
+LOG_BLOCK = 2 * BATCH + UNCOUNTED
 
 
 class Taken(NamedTuple):
@@ -80,32 +80,38 @@ def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: to
 
 class LogsInTurns(Monitor):
     """Logs every step of a block and none of the next, in the order that slow drifts cancel in: every, never, never,
-    every. What a block leaves to be written is written in a step that does not count.
+    every.
 
-    Args:
-        hook_ms: receives what each step's call took the host.
+    Attributes:
+        host_ms: what each step's call took the host.
     """
 
-    def __init__(self, options: Any, *arguments: Any, hook_ms: list[float]):
+    def __init__(self, options: Any, *arguments: Any):
         super().__init__(options, *arguments)
         self._choices = [replace(options, log_every=every) for every in (1, NEVER, NEVER, 1)]
-        self._hook_ms = hook_ms
+        self.host_ms: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, task: Any, *rest: Any) -> None:
-        block, step = divmod(task.steps - 1, LOG_BLOCK)
-        if step == 0:
-            self.flush()
-        self.options = self._choices[block % 4]
+        self.options = self._choices[(task.steps - 1) // LOG_BLOCK % 4]
         began = time.perf_counter()
         super().on_train_batch_end(trainer, task, *rest)
-        self._hook_ms.append(1e3 * (time.perf_counter() - began))
+        self.host_ms.append(1e3 * (time.perf_counter() - began))
+
+    def block_ms(self) -> float:
+        """What a step of a block took the host on average, with the writing of the rows that are left."""
+        began = time.perf_counter()
+        self.flush()
+        left_ms = 1e3 * (time.perf_counter() - began)
+        # The first is the last of the block before, in whose midst this was asked.
+        taken, self.host_ms = self.host_ms[UNCOUNTED:], []
+        return (sum(taken) + left_ms) / len(taken)
 
 
 class Logged(NamedTuple):
     """What a step of a block took on average, in ms, and how much of it the monitor took the host."""
 
     ms: float
-    hook_ms: float
+    host_ms: float
 
 
 def logged_in_turns(train: Callable[[], object], device: torch.device) -> list[list[Logged]]:
@@ -116,18 +122,20 @@ def logged_in_turns(train: Callable[[], object], device: torch.device) -> list[l
             do not count.
     """
     blocks: list[Logged] = []
-    hook_ms: list[float] = []
+    made: list[LogsInTurns] = []
 
     def between(block: list[Step], cpu_ms: float) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        # This is called within the last step's, which then counts as the first of the next block, and so for nothing.
-        blocks.append(Logged(_mean(Durations.of(block).step_ms), _mean(hook_ms)))
-        hook_ms.clear()
+        blocks.append(Logged(_mean(Durations.of(block).step_ms), made[-1].block_ms()))
+
+    def make(*arguments: Any) -> LogsInTurns:
+        made.append(LogsInTurns(*arguments))
+        return made[-1]
 
     with (
         mock.patch.object(monitor, "StepClock", partial(BlockClock, between=between, length=LOG_BLOCK)),
-        mock.patch.object(run, "Monitor", partial(LogsInTurns, hook_ms=hook_ms)),
+        mock.patch.object(run, "Monitor", make),
     ):
         train()
     turns = [blocks[i : i + 2] for i in range(2, len(blocks), 2)]
@@ -138,13 +146,13 @@ def cost_of_logging(turns: Sequence[Sequence[Logged]]) -> dict[str, float | str]
     """Steps that are logged over steps that are not, and what the monitor took the host more in them: where the host
     bounds a step that is the cost, and far less disturbed. Medians over the turns, with their 95 % intervals."""
     ratios = [every.ms / never.ms for every, never in turns]
-    of_host = [1 + (every.hook_ms - never.hook_ms) / never.ms for every, never in turns]
+    of_host = [1 + (every.host_ms - never.host_ms) / never.ms for every, never in turns]
     return {
         "never ms": statistics.median(never.ms for _, never in turns),
         "every step ms": statistics.median(every.ms for every, _ in turns),
         "cost %": 100 * (statistics.median(ratios) - 1), "95 % interval": percent(*interval(ratios)),
         "smallest, largest %": percent(min(ratios), max(ratios)),
-        "host us a row": 1e3 * statistics.median(every.hook_ms - never.hook_ms for every, never in turns),
+        "host us a row": 1e3 * statistics.median(every.host_ms - never.host_ms for every, never in turns),
         "host %": 100 * (statistics.median(of_host) - 1), "its 95 % interval": percent(*interval(of_host)),
     }  # fmt: skip
 

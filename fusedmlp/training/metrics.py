@@ -102,8 +102,8 @@ class DeviceMetrics:
     def read(self, go_on: bool = False) -> Reading:
         """Requests the means and begins a new interval, or goes on with this one.
 
-        What is requested is sent when there are `batch` readings, when the first of them has waited for long, at
-        once if none came shortly before, and at the latest when one is asked for its means.
+        It is sent at once if none came shortly before, else when there are `batch` readings, when `send_late` finds
+        that the first of them has waited for long, and at the latest when one is asked for its means.
         """
         self._add_held()
         reading = Reading({name: weight * self._world_size for name, weight in self._weights.items()}, self.send)
@@ -120,10 +120,14 @@ class DeviceMetrics:
         before, self._last_read = self._last_read, time.perf_counter()
         if len(self._unsent) == 1:
             self._waits_since = self._last_read
-        waited = self._last_read - min(before, self._waits_since)
-        if self._end == self._batch + self._stays or waited > BATCH_S:
+        if self._end == self._batch + self._stays or self._last_read - before > BATCH_S:
             self.send()
         return reading
+
+    def send_late(self) -> None:
+        """Sends what was requested if the first of it has waited for longer than BATCH_S."""
+        if self._unsent and time.perf_counter() - self._waits_since > BATCH_S:
+            self.send()
 
     def send(self) -> None:
         """Starts the copy of what was requested and not sent yet."""

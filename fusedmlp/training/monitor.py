@@ -110,6 +110,7 @@ class Monitor(Callback):
         if step % self.options.log_every == 0 or step == self.options.max_steps:
             self._request(step, task)
         if self._due():
+            task.train_metrics.send_late()
             self._write_arrived()
         self._tick(step)
 

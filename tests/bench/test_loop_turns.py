@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from scripts_by_path import FOLDER, script
 
 from fusedmlp.training.cli import register_impls
+from fusedmlp.training.options import TrainerOptions, build
 from fusedmlp.training.run import run
 from fusedmlp.training.throughput import Durations
 
@@ -52,26 +53,34 @@ def test_logged_and_silent_blocks_alternate(config, tmp_path, monkeypatch):
     config.trainer.max_steps = 6 * BLOCK
     found = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
     assert [len(turn) for turn in found] == [2, 2]
-    assert all(0 < never.hook_ms < every.hook_ms < every.ms for every, never in found)
+    assert all(0 < never.host_ms < every.host_ms < every.ms for every, never in found)
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     logged = [step for block in (0, 3, 4) for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1)]
     assert steps == [*logged, 6 * BLOCK]
 
 
-def test_the_logged_block_comes_first_in_every_turn(monkeypatch):
-    # every, never; never, every; every, never; never, every: of each block the steps, then the monitor's part of them
-    order = iter([9.0, 9.0, 9.0, 9.0, 1.0, 0.1, 2.0, 0.4, 2.0, 0.4, 1.0, 0.1, 1.0, 0.1, 2.0, 0.4])
-    monkeypatch.setattr(loop_turns, "_mean", lambda _: next(order))
+def test_the_logged_block_comes_first_in_every_turn(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_turns, "LOG_BLOCK", 5)
+    config.trainer.max_steps = 8 * 5
+    # every, never; never, every; every, never; never, every
+    steps, host = iter([9.0, 9.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0]), iter([9.0, 9.0, 0.1, 0.4, 0.4, 0.1, 0.1, 0.4])
+    monkeypatch.setattr(loop_turns, "_mean", lambda _: next(steps))
+    monkeypatch.setattr(loop_turns.LogsInTurns, "block_ms", lambda _: next(host))
+    assert loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU) == [[(2, 0.4), (1, 0.1)]] * 3
 
-    def train():
-        clock = loop_turns.monitor.StepClock(CPU)
-        clock.resume()
-        for _ in range(8 * loop_turns.LOG_BLOCK):
-            clock.tick()
 
-    turns = loop_turns.logged_in_turns(train, CPU)
-    assert turns == [[(2, 0.4), (1, 0.1)]] * 3
+def test_what_a_block_leaves_to_be_written_is_part_of_it(config, monkeypatch):
+    config = build("trainer", OmegaConf.to_container(config.trainer), TrainerOptions)
+    block = loop_turns.LogsInTurns(config, [], None)
+    now = iter([10.0, 10.05])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    block.host_ms = [100.0, 100.0, 100.0, 1.0, 3.0]
+    assert block.block_ms() == pytest.approx((1 + 3 + 50) / 2)
+    assert block.host_ms == []
+
+
+def test_the_cost_of_logging():
     turns = [[loop_turns.Logged(1.02 * n, 0.5 * n), loop_turns.Logged(n, 0.2 * n)] for n in range(1, 8)]
     found = loop_turns.cost_of_logging(turns)
     assert (found["cost %"], found["host %"]) == pytest.approx((2, 30))

@@ -139,12 +139,17 @@ def test_readings_are_sent_when_there_are_enough_or_they_come_slowly_or_one_has_
     def sent_after(seconds):
         now[0] += seconds
         found.append(metrics.read())
+        metrics.send_late()
         return sum(reading.ready() for reading in found)
 
     assert [sent_after(seconds) for seconds in (0, 0.1, 0.01, 0.01, 0.01)] == [1, 1, 1, 1, 5], "the first, then four"
     assert [sent_after(seconds) for seconds in (1, 0.05, 0.05, 0.05)] == [6, 6, 6, 6], "one that came late"
     assert sent_after(0.05) == 10, "four again"
     assert [sent_after(seconds) for seconds in (0.1, 0.2, 0.2)] == [10, 10, 13], "the first had waited for 0.4 s"
+    assert sent_after(0.1) == 13
+    now[0] += 0.3
+    metrics.send_late()
+    assert found[-1].ready(), "though no other came"
 
 
 def test_a_place_that_stays_is_where_a_graph_adds():
