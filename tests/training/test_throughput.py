@@ -174,11 +174,12 @@ def test_a_batch_that_is_late_is_waited_for_and_one_in_time_is_not():
             for _ in range(20):
                 busy @ busy
         clock.ask()
-        throughput.time.sleep(0.01)
+        throughput.time.sleep(0.1)
         clock.receive()
         clock.tick()
     steps = clock.take()
     torch.cuda.synchronize()
     in_time, late = Durations.of(steps).wait_ms
-    assert in_time < 2, "the GPU had work for at least 20 ms"
-    assert late > 9
+    # 20 products of 8192^3 in fp32 keep the GPU busy for longer than that. Other processes on it may shift the marks by
+    # some milliseconds.
+    assert in_time < 50 < late
