@@ -56,7 +56,8 @@ class _Status:
         self.max_steps = max_steps
         self.started = time.monotonic()
 
-    def line(self) -> str:
+    def line(self, elapsed_s: float | None = None) -> str:
+        """What to show after `elapsed_s` seconds; None: now."""
         row = self.row
         parts = [f"step {self.step:>{len(str(self.max_steps))}}/{self.max_steps}"]
         if "train/loss" in row:
@@ -64,7 +65,8 @@ class _Status:
         if "throughput/tokens_per_s" in row:
             parts.append(f"{row['throughput/tokens_per_s']:,.0f} tokens/s")
         if self.step > self.first_step:
-            per_step = (time.monotonic() - self.started) / (self.step - self.first_step)
+            elapsed_s = time.monotonic() - self.started if elapsed_s is None else elapsed_s
+            per_step = elapsed_s / (self.step - self.first_step)
             parts.append(f"{_clock(per_step * (self.max_steps - self.step))} left")
         # What a narrow terminal may cut off comes last.
         if "time/step_ms" in row:
@@ -90,7 +92,8 @@ class PlainProgress:
             self.say(_validation(row))
         else:
             self._status.row, self._status.step = row, int(row["step"])
-            print(self._status.line())
+            # Many rows may be written at the same moment, each long after its own.
+            print(self._status.line(row.get("time/elapsed_s")))
             self._waiting = True
 
     def tick(self, step: int) -> None:

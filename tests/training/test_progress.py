@@ -59,6 +59,15 @@ def test_time_left_after_a_resume_counts_the_steps_of_this_run(now, capsys):
     assert "   0:10 left   " in capsys.readouterr().out
 
 
+def test_time_left_is_that_of_each_row_though_they_are_written_together(now, capsys):
+    shown = PlainProgress()
+    shown.begin(0, 100)
+    now[0] = 10.0
+    for step in (1, 10):
+        shown.write(ROW | {"step": step, "time/elapsed_s": step * 0.5})
+    assert re.findall(r"(\S+) left", capsys.readouterr().out) == ["0:50", "0:45"]
+
+
 def test_a_terminal_gets_one_line_that_changes(now):
     out = io.StringIO()
     shown = LiveProgress(Console(file=out, force_terminal=True, width=120))
