@@ -156,9 +156,9 @@ class Finish:
 
 
 def _flush(monitor: Monitor) -> None:
-    """Writes all rows. One that is not finite stops a run, and this one has ended."""
+    """Writes all rows. One that is not finite, or that a sink refuses, stops a run, and this one has ended."""
     while True:
         try:
             return monitor.flush()
-        except Diverged as error:
+        except (Diverged, OSError) as error:
             log.info("%s", error)

@@ -1,9 +1,11 @@
 """Rows that follow one another closely, as a GPU's do, are written several at a time."""
 
 import csv
+import errno
+import re
 
 import pytest
-from training.runs import curve, fits, rows, train
+from training.runs import curve, fits, result, rows, train
 from training.test_run import poison_loss
 
 from fusedmlp.training import monitor
@@ -82,6 +84,17 @@ def test_a_loss_that_was_nan_stops_the_run_with_its_batch(tmp_path, written, mon
     ending = train(tmp_path / "run", "trainer.max_steps=20", "trainer.checkpoint=false")
     assert "at step 3" in ending.reason
     assert [int(row["step"]) for row in rows(tmp_path / "run")] == [*range(1, 9)]
+
+
+def test_a_full_disk_keeps_no_row_of_its_batch_from_the_others(tmp_path, written, monkeypatch, capsys):
+    def full(self, row):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.csv")
+
+    monkeypatch.setattr(CsvSink, "write", full)
+    ending = train(tmp_path / "run", "trainer.max_steps=20")
+    assert ending.reason == "No space left on device: metrics.csv"
+    assert re.findall(r"step +(\d+)/20", capsys.readouterr().out) == [str(step) for step in range(1, 9)]
+    assert result(tmp_path / "run")["throughput"]["steady_steps"] == 7
 
 
 def test_rows_are_in_the_file_with_the_step_that_they_come_in(tmp_path):
