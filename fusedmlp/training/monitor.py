@@ -76,7 +76,7 @@ class Monitor(Callback):
         self.early_steps = min(EARLY_STEPS, options.log_every)
         self.early_loss: float | None = None
         self._early: Reading | None = None
-        self._began = 0
+        self._began = self._marked = 0
         self.started: float | None = None
         self._pending: deque[Pending] = deque()
         self._batch_rows = 1
@@ -88,7 +88,7 @@ class Monitor(Callback):
 
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock = StepClock(task.device)
-        self._began = trainer.global_step
+        self._began = self._marked = trainer.global_step
         # Ranks are to see a loss that is not finite in the same step, as far as can be.
         if task.device.type == "cuda" and self.cost.devices == 1:
             self._batch_rows = BATCH
@@ -103,7 +103,7 @@ class Monitor(Callback):
     def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
         if not task.step_done:
             return
-        step = task.steps
+        step = self._marked = task.steps
         self.clock.tick()
         if step == self.early_steps and self._began == self._samples == 0:
             self._early = task.train_metrics.read(go_on=True)
@@ -185,7 +185,13 @@ class Monitor(Callback):
         self._tick(step)
 
     def request_rest(self, task: LanguageModelTask) -> None:
-        """Requests what there is since the last row, of a run that broke off: its finished steps."""
+        """Requests what there is since the last row, of a run that broke off: its finished steps.
+
+        The mean loss is also over what there is of the step that it broke off in.
+        """
+        if task.steps > self._marked:
+            # Between the step and its mark.
+            self.clock.tick()
         whole = (task.steps - self._began) * self.options.accumulate
         if whole > 0:
             batches = whole + task._micro

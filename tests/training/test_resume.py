@@ -9,7 +9,7 @@ import signal
 import numpy
 import pytest
 import torch
-from training.runs import config, curve, fits, result, train
+from training.runs import config, curve, fits, result, rows, train
 
 from fusedmlp import impl_names, unavailable
 from fusedmlp.errors import UserError
@@ -128,6 +128,23 @@ def test_a_second_signal_stops_at_once(tmp_path, monkeypatch):
     assert (ending.status, ending.exit_code) == ("interrupted", 130)
     assert result(tmp_path / "run")["checkpoint"] is None
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_signal_between_a_step_and_its_mark_leaves_the_speed(tmp_path, monkeypatch):
+    micro_step = LanguageModelTask.micro_step
+
+    def then_twice(self, batch):
+        micro_step(self, batch)
+        if self.steps == 5:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(LanguageModelTask, "micro_step", then_twice)
+    train(tmp_path / "run", "trainer.log_every=3")
+    found, (last,) = result(tmp_path / "run"), rows(tmp_path / "run")[1:]
+    assert (found["status"], found["steps"], last["step"]) == ("interrupted", 5, "5")
+    assert float(last["throughput/samples_per_s"]) == pytest.approx(8e3 / float(last["time/step_ms"]))
+    assert found["throughput"]["steady_steps"] == 4
 
 
 def test_a_signal_before_the_loop_stops_at_once(tmp_path, monkeypatch):
