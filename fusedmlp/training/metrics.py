@@ -106,17 +106,18 @@ class DeviceMetrics:
         that the first of them has waited for long, and at the latest when one is asked for its means.
         """
         self._add_held()
-        reading = Reading({name: weight * self._world_size for name, weight in self._weights.items()}, self.send)
+        weights = {name: weight * self._world_size for name, weight in self._weights.items()}
         if go_on:
-            row = 0 if self._stays else self._end
-            self._start(row, row + 1, [reading])
+            reading = Reading(weights, 0 if self._stays else self._end, self.send)
+            self._start([reading])
             return reading
+        reading = Reading(weights, self._end, self.send)
         self._weights = dict.fromkeys(self._weights, 0.0)
         if self._stays:
             self._sums[self._end].copy_(self._sums[0])
             self._sums[0].zero_()
         self._unsent.append(reading)
-        self._begin(self._end + 1)
+        self._begin(reading.row + 1)
         before, self._last_read = self._last_read, time.perf_counter()
         if len(self._unsent) == 1:
             self._waits_since = self._last_read
@@ -133,19 +134,19 @@ class DeviceMetrics:
         """Starts the copy of what was requested and not sent yet."""
         if not self._unsent:
             return
-        first, end = self._end - len(self._unsent), self._end
-        self._start(first, end, self._unsent)
+        sent = self._start(self._unsent)
         self._unsent = []
         if self._stays:
             return self._begin(1)
-        self._sums[first:end].zero_()
+        sent.zero_()
         if not self._held and not any(self._weights.values()):
             self._begin(0)
         return None
 
-    def _start(self, first: int, end: int, readings: list[Reading]) -> None:
-        """Starts the copy of these rows, which are those of the readings."""
-        sums, work, slot = self._sums[first:end], None, None
+    def _start(self, readings: list[Reading]) -> Tensor:
+        """Starts the copy of the rows of these readings, one after another; returns the rows."""
+        rows = self._sums[readings[0].row : readings[-1].row + 1]
+        sums, work, slot = rows, None, None
         if self._world_size > 1:
             sums = sums.clone()
             work = dist.all_reduce(sums, async_op=True)
@@ -154,13 +155,14 @@ class DeviceMetrics:
                 work.wait()  # the stream does, not the host
                 work = None
             slot = self._slots.pop() if self._slots else self._new_slot()
-            host = slot.host[: end - first].copy_(sums, non_blocking=True)
+            host = slot.host[: len(rows)].copy_(sums, non_blocking=True)
             slot.event.record()
         else:
             host = sums if work is not None else sums.clone()
-        transfer = Transfer(host, slot, self._slots.append, work)
-        for row, reading in enumerate(readings):
-            reading.transfer, reading.row = transfer, row
+        transfer = Transfer(host, readings[0].row, slot, self._slots.append, work)
+        for reading in readings:
+            reading.transfer = transfer
+        return rows
 
     def _new_slot(self) -> Slot:
         host = torch.empty(self._batch, self._sums.shape[1], dtype=torch.float32, pin_memory=True)

@@ -18,14 +18,20 @@ class Transfer:
 
     Args:
         host: (m, n) fp32 on the host, a row for each reading, valid once the rest is done.
+        first: the row that the first of these has on the device.
         slot: where it lies, and `give_back` receives it once it has been read; None if it does not come from a GPU.
         work: the sum over ranks on its way (CPU), or None.
     """
 
     def __init__(
-        self, host: Tensor, slot: Slot | None = None, give_back: Callable[[Slot], None] | None = None, work: Any = None
+        self,
+        host: Tensor,
+        first: int = 0,
+        slot: Slot | None = None,
+        give_back: Callable[[Slot], None] | None = None,
+        work: Any = None,
     ):
-        self._host, self._slot, self._give_back, self._work = host, slot, give_back, work
+        self._host, self._first, self._slot, self._give_back, self._work = host, first, slot, give_back, work
         self._sums: list[list[float]] | None = None
 
     def arrived(self) -> bool:
@@ -33,8 +39,8 @@ class Transfer:
             return True
         return (self._slot is None or self._slot.event.query()) and (self._work is None or self._work.is_completed())
 
-    def sums(self) -> list[list[float]]:
-        """Waits for them if it has to."""
+    def sums(self, row: int) -> list[float]:
+        """What was in `row` on the device; waits for it if it has to."""
         if self._sums is None:
             if self._slot is not None:
                 self._slot.event.synchronize()
@@ -43,7 +49,7 @@ class Transfer:
             self._sums = self._host.tolist()
             if self._slot is not None and self._give_back is not None:
                 self._give_back(self._slot)
-        return self._sums
+        return self._sums[row - self._first]
 
 
 class Reading:
@@ -51,15 +57,15 @@ class Reading:
 
     Args:
         weights: what each sum is divided by; a name of weight 0 has no mean.
+        row: of the sums on the device.
         send: sends what has not been sent, this among it.
     Attributes:
-        transfer, row: that brings the sums, and where in it they are; None until they are sent.
+        transfer: that brings the sums; None until they are sent.
     """
 
-    def __init__(self, weights: dict[str, float], send: Callable[[], None]):
-        self._weights, self._send = weights, send
+    def __init__(self, weights: dict[str, float], row: int, send: Callable[[], None]):
+        self._weights, self.row, self._send = weights, row, send
         self.transfer: Transfer | None = None
-        self.row = 0
 
     def ready(self) -> bool:
         """Whether `means` would return without waiting."""
@@ -70,7 +76,7 @@ class Reading:
         if self.transfer is None:
             self._send()
         assert self.transfer is not None
-        sums = self.transfer.sums()[self.row]
+        sums = self.transfer.sums(self.row)
         return {
             name: value / weight for value, (name, weight) in zip(sums, self._weights.items(), strict=True) if weight
         }

@@ -152,6 +152,24 @@ def test_readings_are_sent_when_there_are_enough_or_they_come_slowly_or_one_has_
     assert found[-1].ready(), "though no other came"
 
 
+def test_a_reading_that_a_signal_broke_off_leaves_those_before(monkeypatch):
+    monkeypatch.setattr("fusedmlp.training.metrics.BATCH_S", 1e9)
+    metrics, readings = DeviceMetrics(("a",), CPU, batch=4), []
+    for value in (1.0, 2.0, 3.0):
+        metrics.add("a", torch.tensor(value))
+        readings.append(metrics.read())
+    metrics.add("a", torch.tensor(4.0))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeviceMetrics, "_begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        metrics.read()
+    monkeypatch.undo()
+    assert [reading.means()["a"] for reading in readings] == [1.0, 2.0, 3.0]
+
+
 def test_a_place_that_stays_is_where_a_graph_adds():
     metrics = DeviceMetrics(("a",), CPU, batch=4)
     for value in (1.0, 2.0):
