@@ -103,8 +103,9 @@ class Monitor(Callback):
     def on_train_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
         if not task.step_done:
             return
-        step = self._marked = task.steps
+        step = task.steps
         self.clock.tick()
+        self._marked = step
         if step == self.early_steps and self._began == self._samples == 0:
             self._early = task.train_metrics.read(go_on=True)
         if step % self.options.log_every == 0 or step == self.options.max_steps:
@@ -136,16 +137,15 @@ class Monitor(Callback):
 
     def _request(self, step: int, task: LanguageModelTask) -> None:
         now = time.perf_counter()
-        steps, replayed = self.clock.take(), task.capture.replayed - self._replayed
-        self._replayed, self._first_steps = task.capture.replayed, task.capture.first_steps
         if now - self._polled >= BATCH_S or step == self.options.max_steps:
             # Some 50 us each time.
             self._polled, self._peak_memory = now, environment.peak_memory_gib(task.device)
         # Every rank takes as many.
         samples = (task.samples - self._samples) * self.cost.devices
         tokens = (task.tokens - self._tokens) * self.cost.devices
-        self._samples, self._tokens = task.samples, task.tokens
-        reading = task.train_metrics.read()
+        replayed, self._first_steps = task.capture.replayed - self._replayed, task.capture.first_steps
+        self._samples, self._tokens, self._replayed = task.samples, task.tokens, task.capture.replayed
+        reading, steps = task.train_metrics.read(), self.clock.take()
         self._pending.append(Pending(step, reading, now, steps, replayed, samples, tokens, self._peak_memory))
 
     def _due(self) -> bool:
@@ -158,14 +158,14 @@ class Monitor(Callback):
         if self._early is not None and self._early.ready():
             self._take_early(self._early)
         while self._pending and self._pending[0].reading.ready():
-            self._write(self._pending.popleft())
+            self._write_next()
 
     def flush(self) -> None:
         """Waits for all rows that were requested and writes them. Raises: Diverged."""
         if self._early is not None:
             self._take_early(self._early)
         while self._pending:
-            self._write(self._pending.popleft())
+            self._write_next()
 
     def _take_early(self, reading: Reading) -> None:
         self._early, self.early_loss = None, reading.means().get("train/loss")
@@ -199,17 +199,23 @@ class Monitor(Callback):
             if task.samples > self._samples:
                 self._request(task.steps, task)
 
-    def _write(self, pending: Pending) -> None:
+    def _write_next(self) -> None:
+        pending = self._pending[0]
         means = pending.reading.means()
         row: Row = {"step": pending.step}
         if pending.steps is not None:
             row |= self._told(pending)
         row |= means
+        durations = Durations.of(pending.steps or [])
         if pending.steps:
-            row |= self._speed(pending, pending.steps)
-        self.last |= row
+            row |= self._speed(pending, durations)
+        # Only now: a signal may end the run at any line, and this row is then written with the rest.
+        self._pending.popleft()
         # One that cannot take the row, as on a full disk, does not keep it from the others.
         failures = [error for sink in self.sinks if (error := _refusal(sink, row)) is not None]
+        self.last |= row
+        self._durations.extend(durations)
+        self._unprofiled.extend(durations.where([not step.profiled for step in pending.steps or []]))
         if failures:
             raise failures[0]
         bad = [f"{name} is {value}" for name, value in means.items() if not math.isfinite(value)]
@@ -228,12 +234,9 @@ class Monitor(Callback):
         }
         return {name: value for name, value in told.items() if value is not None}
 
-    def _speed(self, pending: Pending, done: list[Step]) -> Row:
+    def _speed(self, pending: Pending, durations: Durations) -> Row:
         """Speed in the interval: rates from all its steps, what is not known left out."""
-        durations = Durations.of(done)
-        self._durations.extend(durations)
-        self._unprofiled.extend(durations.where([not step.profiled for step in done]))
-        steps, seconds = len(done), sum(durations.step_ms) / 1e3
+        steps, seconds = len(durations.step_ms), sum(durations.step_ms) / 1e3
         self._per_step = (pending.samples // steps, pending.tokens // steps)
         samples_per_s = pending.samples / seconds
         speed: dict[str, float | None] = {

@@ -3,6 +3,7 @@
 import csv
 import errno
 import re
+import signal
 
 import pytest
 from training.runs import curve, fits, result, rows, train
@@ -94,6 +95,21 @@ def test_a_full_disk_keeps_no_row_of_its_batch_from_the_others(tmp_path, written
     ending = train(tmp_path / "run", "trainer.max_steps=20")
     assert ending.reason == "No space left on device: metrics.csv"
     assert re.findall(r"step +(\d+)/20", capsys.readouterr().out) == [str(step) for step in range(1, 9)]
+    assert result(tmp_path / "run")["throughput"]["steady_steps"] == 7
+
+
+def test_a_signal_while_a_batch_is_written_leaves_no_gap(tmp_path, written, monkeypatch):
+    told, calls = Monitor._told, iter(range(100))
+
+    def interrupted(self, pending):
+        if next(calls) == 2:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        return told(self, pending)
+
+    monkeypatch.setattr(Monitor, "_told", interrupted)
+    assert train(tmp_path / "run", "trainer.max_steps=20").status == "interrupted"
+    assert list(curve(tmp_path / "run")) == [*range(1, 9)]
     assert result(tmp_path / "run")["throughput"]["steady_steps"] == 7
 
 
