@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fusedmlp.training.host_values import MODULE_TABLES, KeptTensor, host_values
+from fusedmlp.training.host_values import KeptTensor, host_values, tensors_with_graph
 
 
 @contextmanager
@@ -37,55 +37,35 @@ def watch_host(model: nn.Module, found: list[str]) -> Iterator[None]:
 
 @contextmanager
 def nothing_left(model: nn.Module) -> Iterator[None]:
-    """Inside, reading a tensor with a graph that a step has left in an attribute raises RuntimeError.
+    """Inside, reading a tensor with a graph that a step has left somewhere in the model raises RuntimeError.
 
     Many modules leave such tensors for others to look at, and that is no harm. One that reads them before it leaves new
     ones would in every replay read those of the step before the recording. Only for recordings, which compute nothing.
     """
-    lefts = [
-        (holder, key, holder[key], _Left(f"{name}.{path}".lstrip(".")))
-        for name, module in model.named_modules()
-        for path, holder, key in _kept(module)
-    ]
-    for holder, key, _, left in lefts:
-        holder[key] = left
+    left = [(name, tensor, type(tensor)) for name, tensor in tensors_with_graph(model)]
+    unreadable = _unreadable({id(tensor): name for name, tensor, _ in left})
+    for _, tensor, _ in left:
+        # A subclass may have a layout of its own.
+        with suppress(TypeError):
+            tensor.__class__ = unreadable
     try:
         yield
     finally:
-        for holder, key, tensor, left in lefts:
-            with suppress(LookupError):
-                if holder[key] is left:
-                    holder[key] = tensor
+        for _, tensor, kind in left:
+            if type(tensor) is unreadable:
+                tensor.__class__ = kind
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Where tensors with a graph are in the attributes of a module, and in their lists and dictionaries."""
-    attributes = vars(module)
-    for name, value in attributes.items():
-        if _has_graph(value):
-            yield name, attributes, name
-        elif type(value) in (list, dict) and name not in MODULE_TABLES:
-            for key, inner in list(value.items() if type(value) is dict else enumerate(value)):
-                if _has_graph(inner):
-                    yield f"{name}[{key!r}]", value, key
+def _unreadable(names: dict[int, str]) -> type[Tensor]:
+    """A class of tensors that raise wherever they are read. `names`: where they were found, by their ids."""
 
+    class Left(Tensor):
+        @classmethod
+        def __torch_function__(cls, _function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = next(names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
+            raise RuntimeError(f"it reads the tensor {name}, which the step before has left")
 
-def _has_graph(value: Any) -> bool:
-    return issubclass(type(value), Tensor) and value.grad_fn is not None
-
-
-class _Left:
-    """Stands in the place of a tensor, and raises where that would be read."""
-
-    def __init__(self, name: str):
-        self.error = RuntimeError(f"it reads the tensor {name}, which the step before has left")
-
-    def __getattr__(self, _: str) -> Any:
-        raise self.error
-
-    @classmethod
-    def __torch_function__(cls, _function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise next(leaf.error for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
+    return Left
 
 
 def _random_states() -> dict[str, Any]:

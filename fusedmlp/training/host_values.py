@@ -33,19 +33,43 @@ def host_values(model: nn.Module) -> dict[str, object]:
     Looked through are the attributes of the modules, what these refer to, and the variables of the classes and files
     that the modules are from. Not in it are parameters and buffers, and what else a step changes on the GPU in place.
     """
-    found: dict[str, object] = {}
+    trained = {f"{name}.requires_grad": tensor.requires_grad for name, tensor in model.named_parameters()}
+    return trained | {name: state for name, _, state in _kept(model)}
+
+
+def tensors_with_graph(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those among what `host_values` looks through, each once, and where they are."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value, state in _kept(model):
+        if isinstance(state, KeptTensor) and state.has_graph:
+            found.setdefault(id(value), (name, value))
+    return list(found.values())
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, Any, object]]:
+    """Where something is kept, it, and its state."""
+    found = 0
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
     waiting: deque[tuple[str, Any, int]] = deque((name, value, 0) for name, value in _roots(model))
-    while waiting and len(found) < _MOST_VALUES:
+    while waiting and found < _MOST_VALUES:
         name, value, depth = waiting.popleft()
-        # Somebody else's object may raise whatever it is asked.
-        with suppress(Exception):
-            if (state := _state(value)) is not None:
-                found[name] = state
-            elif depth <= _DEPTH and id(value) not in seen:
-                seen[id(value)] = value
-                waiting.extend((name + part, inner, depth + 1) for part, inner in _parts(value))
-    return found
+        state, parts = _looked_at(value, depth <= _DEPTH and id(value) not in seen)
+        if state is not None:
+            found += 1
+            yield name, value, state
+        elif parts:
+            seen[id(value)] = value
+            waiting.extend((name + part, inner, depth + 1) for part, inner in parts)
+
+
+def _looked_at(value: Any, deeper: bool) -> tuple[object, list[tuple[str, Any]]]:
+    """The state of a value or, unless it has one, its parts. Somebody else's object may raise whatever it is asked."""
+    with suppress(Exception):
+        if (state := _state(value)) is not None:
+            return state, []
+        if deeper:
+            return None, list(_parts(value))
+    return None, []
 
 
 class KeptTensor:
@@ -53,7 +77,7 @@ class KeptTensor:
 
     def __init__(self, tensor: Tensor):
         self.tensor = weakref.ref(tensor)
-        self.differentiable = tensor.requires_grad
+        self.has_graph = tensor.grad_fn is not None
         # On a GPU a replay does again what is done in place.
         self.version = tensor._version if tensor.device.type == "cpu" and not tensor.is_inference() else 0
 
@@ -61,8 +85,7 @@ class KeptTensor:
         if not isinstance(other, KeptTensor):
             return False
         # No step differentiates through what an earlier one has left. Whether one reads it shows `nothing_left`.
-        left = self.differentiable or other.differentiable
-        return left or (self.tensor() is other.tensor() and self.version == other.version)
+        return self.has_graph or other.has_graph or (self.tensor() is other.tensor() and self.version == other.version)
 
     __hash__ = None  # type: ignore[assignment]
 

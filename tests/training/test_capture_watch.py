@@ -76,6 +76,14 @@ def counts_in_a_tensor(net, y):
     net.count += 1
 
 
+def carries_a_leaf(net, y):
+    net.state = y.detach().requires_grad_()
+
+
+def freezes(net, y):
+    net.inner.bias.requires_grad_(not net.inner.bias.requires_grad)
+
+
 def hides(net, y):
     net.kept = {"cache": [y.detach()]}
 
@@ -119,6 +127,8 @@ WORK = [
     (counts_globally, "test_capture_watch.CALLS"),
     (remembers, "test_capture_watch.HISTORY"),
     (carries, "state"),
+    (carries_a_leaf, "state"),
+    (freezes, "inner.bias.requires_grad"),
     (counts_in_a_tensor, "count"),
     (hides, "kept['cache'][0]"),
     (Schedule().step, "work.rate"),
@@ -170,6 +180,9 @@ def test_what_a_later_step_does_not_see_is_no_change(work):
     assert watched(net) == []
 
 
+LEFT: list[torch.Tensor] = []
+
+
 def reads_detached(net, y):
     if hasattr(net, "last"):
         y.sub_(net.last.detach())
@@ -182,14 +195,65 @@ def reads_in_a_dictionary(net, y):
     net.kept["last"] = y
 
 
-@pytest.mark.parametrize(("work", "where"), [(reads_detached, "last"), (reads_in_a_dictionary, "kept['last']")])
+def reads_in_a_tuple(net, y):
+    """A recurrent network that goes on where it was, and forgets how it came there."""
+    hidden = tuple(tensor.detach() for tensor in net.hidden) if hasattr(net, "hidden") else ()
+    net.hidden = (y * len(hidden), y)
+
+
+def reads_in_an_object(net, y):
+    if hasattr(net, "states"):
+        y.sub_(net.states[0].mean.detach())
+    net.states = deque([SimpleNamespace(mean=y)])
+
+
+def reads_globally(net, y):
+    if LEFT:
+        y.sub_(LEFT.pop().detach())
+    LEFT.append(y)
+
+
+def reads_by_operator(net, y):
+    if hasattr(net, "last"):
+        y.detach().add_((net.last * 0.9).detach())
+    net.last = y
+
+
+def reads_if_it_is_a_tensor(net, y):
+    if isinstance(getattr(net, "last", None), torch.Tensor):
+        y.sub_(net.last.detach())
+    net.last = y
+
+
+@pytest.mark.parametrize(
+    ("work", "where"),
+    [
+        (reads_detached, "last"),
+        (reads_in_a_dictionary, "kept['last']"),
+        (reads_in_a_tuple, "hidden[0]"),
+        (reads_in_an_object, "states[0].mean"),
+        (reads_globally, "LEFT[0]"),
+        (reads_by_operator, "last"),
+        (reads_if_it_is_a_tensor, "last"),
+    ],
+)
 def test_what_a_step_has_left_with_a_graph_is_not_to_be_read_in_a_recording(work, where):
+    LEFT.clear()
     net = Net(work)
-    net(torch.ones(2, 4))
-    last = net.last if where == "last" else net.kept["last"]
-    with raises(RuntimeError, f"reads the tensor {where}, which the step before has left"), nothing_left(net):
+    for _ in range(2):
         net(torch.ones(2, 4))
-    assert (net.last if where == "last" else net.kept["last"]) is last, "for the steps that go on without a graph"
+    with raises(RuntimeError, "reads the tensor ", f"{where}, which the step before has left"), nothing_left(net):
+        net(torch.ones(2, 4))
+    net(torch.ones(2, 4))  # as the steps that go on without a graph
+
+
+def test_what_was_not_to_be_read_is_as_it_was():
+    net = Net()
+    net.last = net.alias = net(torch.ones(2, 4))
+    with raises(RuntimeError, "reads the tensor last"), nothing_left(net):
+        net.alias.sum()
+    assert type(net.last) is torch.Tensor
+    net.last.sum().backward()
 
 
 def test_what_a_step_has_left_may_be_replaced_in_a_recording():
