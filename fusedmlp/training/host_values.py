@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import count
 from operator import length_hint
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,13 +26,15 @@ _KNOWN_PACKAGES = ("builtins", "torch", "fusedmlp", "lightning", "logging")
 _LEAVES = (type, ModuleType)
 # What else a file's variables may be: its loggers and writers are nothing that a step depends on.
 _GLOBAL_PACKAGES = ("builtins", "collections", "itertools", "types", "random", "numpy", "torch")
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def host_values(model: nn.Module) -> dict[str, object]:
     """What is kept on the host, by where it is: equal values are no change that a later step could see.
 
     Looked through are the attributes of the modules, what these refer to, and the variables of the classes and files
-    that the modules are from. Not in it are parameters and buffers, and what else a step changes on the GPU in place.
+    that the modules are from, and of the user's other files that these import. Not in it are the values of parameters
+    and buffers, and what else a step changes on the GPU in place.
     """
     trained = {f"{name}.requires_grad": tensor.requires_grad for name, tensor in model.named_parameters()}
     return trained | {name: state for name, _, state in _kept(model)}
@@ -121,27 +124,46 @@ def _roots(model: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((prefix + key, value) for key, value in vars(module).items() if key not in MODULE_TABLES)
     owners = dict.fromkeys(owner for module in model.modules() for owner in type(module).__mro__)
     for name, namespace in _namespaces(owner for owner in owners if _package(owner) not in _KNOWN_PACKAGES).items():
-        package = name.partition(".")[0]
         for key, value in list(vars(namespace).items()):
-            if not key.startswith("__") and _package(type(value)) in (*_GLOBAL_PACKAGES, package):
+            package = _package(type(value))
+            if not key.startswith("__") and (package in _GLOBAL_PACKAGES or _beside(package, name)):
                 yield f"{name}.{key}", value
 
 
 def _namespaces(owners: Iterable[type]) -> dict[str, Any]:
-    """The classes, the files that they are from, and the other classes there, such as autograd functions."""
+    """The classes, the files that they are from, and there the other classes, such as autograd functions, and the
+    user's other files that these import."""
     found: dict[str, Any] = {}
     for owner in owners:
         found[f"{owner.__module__}.{owner.__qualname__}"] = owner
         if owner.__module__ not in found and (file := sys.modules.get(owner.__module__)):
             found[owner.__module__] = file
-            for kind in list(vars(file).values()):
-                if issubclass(type(kind), type) and kind.__module__ == owner.__module__:
-                    found[f"{kind.__module__}.{kind.__qualname__}"] = kind
+            for value in list(vars(file).values()):
+                if issubclass(type(value), type) and value.__module__ == owner.__module__:
+                    found[f"{value.__module__}.{value.__qualname__}"] = value
+                elif issubclass(type(value), ModuleType) and _beside(value.__name__, owner.__module__):
+                    found.setdefault(value.__name__, value)
     return found
 
 
 def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
+
+
+def _beside(name: str, other: str) -> bool:
+    """Whether two modules are of one package, or of packages that lie in one folder without being installed there."""
+    package, theirs = name.partition(".")[0], other.partition(".")[0]
+    if package in _KNOWN_PACKAGES:
+        return False
+    return package == theirs or ((folder := _folder(package)) is not None and folder == _folder(theirs))
+
+
+@functools.cache
+def _folder(package: str) -> Path | None:
+    """Where a package of the user's own lies; None for what is installed or has no file."""
+    module = sys.modules.get(package)
+    path = next(iter(getattr(module, "__path__", ())), None) or getattr(module, "__file__", None)
+    return None if path is None or _INSTALLED & set(Path(path).parts) else Path(path).parent
 
 
 def _parts(value: Any) -> Iterable[tuple[str, Any]]:

@@ -1,7 +1,9 @@
 """What a step does in Python is seen before it is recorded, since no replay would do it."""
 
+import importlib
 import itertools
 import random
+import sys
 import warnings
 from collections import deque
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import torch
 from conftest import raises
 from torch import nn
 
+from fusedmlp.training import host_values as host_values_module
 from fusedmlp.training.capture_watch import nothing_left, watch_host
 from fusedmlp.training.host_values import host_values
 
@@ -165,6 +168,44 @@ def test_a_hook_counts_too():
     net = Net()
     net.inner.register_forward_hook(lambda module, inputs, output: counts(net, output))
     assert "inner.calls" in watched(net)[0]
+
+
+OTHER_FILE = """
+class Schedule:
+    rate = 0
+
+STEPS, SCHEDULE = 0, Schedule()
+"""
+NET_FILE = """
+import torch
+import watched_other_file
+from watched_other_file import SCHEDULE
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        {}
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "where"),
+    [
+        ("watched_other_file.STEPS += 1", "watched_other_file.STEPS"),
+        ("SCHEDULE.rate += 1", "watched_net_file.SCHEDULE.rate"),
+    ],
+)
+def test_what_changes_in_another_file_of_the_users_is_named(tmp_path, monkeypatch, work, where):
+    for name, text in (("watched_other_file", OTHER_FILE), ("watched_net_file", NET_FILE.format(work))):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    host_values_module._folder.cache_clear()
+    net, found = importlib.import_module("watched_net_file").Net(4, 4), []
+    net(torch.ones(2, 4))
+    with watch_host(net, found):
+        net(torch.ones(2, 4))
+    assert found == [f"changes {where}, on the CPU, and a replay would not"]
 
 
 class Difficult:
