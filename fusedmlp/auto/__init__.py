@@ -29,12 +29,12 @@ from pathlib import Path
 
 from fusedmlp.auto import table
 from fusedmlp.auto.candidates import fastest
-from fusedmlp.auto.policy import forget, used, using
+from fusedmlp.auto.policy import forget, forget_replayed, used, using
 from fusedmlp.auto.table import Choices, Entry
 
 __all__ = [
-    "Choices", "Entry", "choices", "clear", "export_table", "forget", "import_table", "path", "replayed", "show",
-    "used", "using",
+    "Choices", "Entry", "choices", "clear", "export_table", "forget", "forget_replayed", "import_table", "path",
+    "replayed", "show", "used", "using",
 ]  # fmt: skip
 
 path = table.path
@@ -96,8 +96,9 @@ def replayed() -> Iterator[None]:
     """Within this context choices are those for work that a CUDA graph replays: the GPU's time alone decides.
 
     For the capture itself. Calls one by one of small ops are bound by the host, where the implementation with the
-    cheapest call wins, which says little about its kernels. Both are measured when a call is first made, so that a
-    warm-up before the capture, in this context or not, is enough.
+    cheapest call wins, which says little about its kernels. Both are measured when a call is first made, unless another
+    process has: a warm-up before the capture compiles, builds and tunes what will run if its last steps are in this
+    context, too.
     """
     from fusedmlp.impls import auto
 

@@ -191,6 +191,12 @@ def used() -> dict[str, str]:
     return dict(sorted(_used.items()))
 
 
+def forget_replayed() -> None:
+    """Forgets what ran for replays that there will not be."""
+    for key in [key for key in _used if key.endswith(REPLAYED)]:
+        del _used[key]
+
+
 def forget() -> None:
     """Forgets what this process has read and chosen; the file stays. The next call of each kind is looked up again."""
     global _known

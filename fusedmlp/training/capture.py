@@ -11,6 +11,7 @@ the first, which sets the gradients, those between, which add to them, and the l
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -129,11 +130,14 @@ class StepCapture:
     def _warm_up(self, batch: Batch, last: bool) -> tuple[int, int]:
         assert self._graphs is not None
         graphs, probe = self._graphs, self._probe
-        with graphs.aside():
+        done = self.eager - last
+        # What impl=auto has chosen for replays must be compiled, built and tuned before it is recorded, too. The first
+        # step does that only in the process that measures it.
+        with graphs.aside(), auto.replayed() if done else nullcontext():
             begin = graphs.mark()
             began = perf_counter()
             # The last warm-up step: what the first ones compile and tune they may wait for.
-            if self.eager + (not last) == WARMUP_STEPS:
+            if done == WARMUP_STEPS - 1:
                 with graphs.watch(self._waits), watch_host(self.step.model, self._host_work):
                     sizes = self.step.micro_step(*batch, last=last)
             else:
@@ -187,7 +191,6 @@ class StepCapture:
         self.on_captured()
 
     def _record(self, last: bool) -> None:
-        # impl=auto has measured in the warm-up what is fastest where launches cost nothing.
         with auto.replayed(), self.step.metrics.not_counted(), nothing_left(self.step.model):
             self._sizes = self.step.micro_step(*self._staging.batch, last=last)
 
@@ -227,6 +230,8 @@ class StepCapture:
         self.captured = self._warming = False
         self.step.make_uncapturable()
         self.reason = reason
+        if not self.replayed:
+            auto.forget_replayed()
         self._recorded.clear()
         self._gradients = []
         if self._graphs is not None:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from training.runs import curve, fits, result, rows, train
 
-from fusedmlp import impls
+from fusedmlp import auto, impls
 from fusedmlp.models import MLPLanguageModel
 from fusedmlp.training import capture, cuda_graph, data_windows, step, task
 from fusedmlp.training.capture_choice import in_words, obstacle
@@ -191,6 +191,30 @@ def test_auto_captures_where_launches_cost_more_than_kernels(tmp_path, graphs, m
     assert graphs.last.given_up == 1, "frees what the warm-up has left"
     assert "step not captured" in capsys.readouterr().out
     assert curve(tmp_path / "kernels") == curve(tmp_path / "launches")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_auto_has_chosen_for_replays_runs_twice_before_it_is_recorded(tmp_path, graphs, monkeypatch, accumulate):
+    """Once to be compiled, built and tuned, and once to be watched."""
+    micro_step, seen = step.TrainStep.micro_step, []
+
+    def looking(self, *args, **keywords):
+        seen.append(impls.auto.replayed)
+        return micro_step(self, *args, **keywords)
+
+    monkeypatch.setattr(step.TrainStep, "micro_step", looking)
+    settings = ("impl=auto", f"trainer.accumulate={accumulate}", "trainer.max_steps=6")
+    train(tmp_path / "captured", *settings, "trainer.cuda_graph=true")
+    assert seen == accumulate * [False] + 5 * accumulate * [True]
+    assert any(call.endswith(" replayed") for call in auto.used())
+
+    seen.clear()
+    monkeypatch.setattr(graphs, "waits_at", "model.py:12")
+    train(tmp_path / "refused", *settings)
+    assert seen == accumulate * [False] + 2 * accumulate * [True] + 3 * accumulate * [False]
+    used = auto.used()
+    assert used, "of what ran"
+    assert not any(call.endswith(" replayed") for call in used)
 
 
 def test_a_run_that_ends_before(tmp_path, graphs):

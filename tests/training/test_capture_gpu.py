@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training.runs import RANDOM_BYTES, TINY, config, curve, fits, result, train
 
+from fusedmlp import auto, impls
+from fusedmlp.auto import table
 from fusedmlp.models import MLPLanguageModel
+from fusedmlp.training import data_windows
 from fusedmlp.training.cuda_graph import CudaGraphs
 from fusedmlp.training.run import run
 
@@ -158,6 +162,81 @@ def test_random_numbers_go_on_in_replays(tmp_path, monkeypatch):
     assert losses(tmp_path / "captured") == pytest.approx(losses(tmp_path / "eager"), rel=1e-3)
 
 
+@pytest.mark.skipif(impls.unavailable("compiled") is not None, reason="needs impl=compiled")
+def test_what_another_process_has_measured_is_compiled_before_it_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDMLP_CACHE", str(tmp_path / "cache"))
+    settings = (*ON_GPU, CAPTURED, "impl=auto", "trainer.max_steps=8")
+    train(tmp_path / "measured", *settings)
+    known = {
+        where: {key: replace(entry, ms={"native": 1.0, "compiled": 0.1}) for key, entry in entries.items()
+                if key.endswith("replayed")}
+        for where, entries in auto.choices().items()
+    }  # fmt: skip
+    assert any(known.values())
+    table.replace(tmp_path / "table.json", table.dump(known))
+    auto.import_table(tmp_path / "table.json")
+    impls.load("compiled")._copies.clear()
+    torch._dynamo.reset()
+    ending = train(tmp_path / "known", *settings)
+    assert ending.status == "completed", ending.reason
+    assert facts(tmp_path / "known")["captured"]
+    assert "compiled" in auto.used().values()
+    assert losses(tmp_path / "known") == pytest.approx(losses(tmp_path / "measured"), rel=5e-3)
+    auto.forget()
+
+
+@pytest.mark.parametrize("odd", [20, 21, 23])
+def test_a_batch_of_another_shape_after_replays_that_are_under_way(tmp_path, monkeypatch, odd):
+    """At the beginning of an accumulation and within it: the graphs go, and what they have added up stays."""
+    starts = data_windows.WindowOrder.starts
+    monkeypatch.setattr(
+        data_windows.WindowOrder, "starts", lambda self, i: starts(self, i)[: 5 if i == odd else self.batch_size]
+    )
+    monkeypatch.setattr("fusedmlp.training.capture.worthwhile", lambda *_: True)
+    settings = (*ON_GPU, "trainer.accumulate=4", "trainer.max_steps=12", "trainer.log_every=12")
+    for name, captured in (("eager", EAGER), ("auto", "trainer.cuda_graph=auto")):
+        ending = train(tmp_path / name, *settings, captured)
+        assert ending.status == "completed", ending.reason
+    assert facts(tmp_path / "auto")["steps_replayed"] == 2
+    for value in ("train/loss", "train/grad_norm"):
+        (ours,), (theirs,) = (curve(tmp_path / name, value).values() for name in ("auto", "eager"))
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-3)
+
+
+@pytest.mark.parametrize("wait", [2, 3])
+def test_a_window_that_opens_just_before_a_compiled_model_is_recorded(tmp_path, monkeypatch, wait):
+    """The ranges around blocks are hooks, for which TorchDynamo compiles the model anew."""
+    init = MLPLanguageModel.__init__
+
+    def compiled(self, *args, **keywords):
+        init(self, *args, **keywords)
+        self.compile()
+
+    monkeypatch.setattr(MLPLanguageModel, "__init__", compiled)
+    window = ("profile=torch", f"profile.wait={wait}", "profile.warmup=1", "profile.active=2")
+    ending = train(tmp_path / "run", *ON_GPU, "impl=native", "trainer.max_steps=12", *window, "trainer.cuda_graph=auto")
+    assert ending.status == "completed", ending.reason
+    assert result(tmp_path / "run")["trace"]["recorded_steps"] == 2
+
+
+def test_memory_of_the_host_that_a_replay_would_read_after_it_is_freed(tmp_path, monkeypatch):
+    """PyTorch refuses to record a copy from memory that is not pinned; before 2.11 replays copy what is there then."""
+    forward = MLPLanguageModel.forward
+
+    def scaled(self, tokens):
+        logits = forward(self, tokens)
+        scale = torch.linspace(0.5, 1.0, logits.shape[-1])
+        return logits * scale.to(logits.device, non_blocking=True)
+
+    monkeypatch.setattr(MLPLanguageModel, "forward", scaled)
+    train(tmp_path / "eager", *ON_GPU, EAGER, "trainer.max_steps=20")
+    ending = train(tmp_path / "captured", *ON_GPU, CAPTURED, "trainer.max_steps=20")
+    if ending.status == "failed":
+        assert "the step cannot be captured" in ending.reason
+    else:
+        assert losses(tmp_path / "captured") == pytest.approx(losses(tmp_path / "eager"), rel=1e-3)
+
+
 class Layers(nn.Module):
     """Somebody else's network: of one kind of layers that has a state, random numbers or kernels of its own."""
 
@@ -186,6 +265,37 @@ class Layers(nn.Module):
         else:
             x = self.layer(x)
         return self.head(x)
+
+
+class GoesOn(nn.Module):
+    """A recurrent network that begins each batch where the one before has ended."""
+
+    hidden: tuple[torch.Tensor, ...] | None = None
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(256, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 256)
+
+    def forward(self, tokens):
+        before = None if self.hidden is None else tuple(tensor.detach() for tensor in self.hidden)
+        x, self.hidden = self.lstm(self.embed(tokens), before)
+        return self.head(x)
+
+
+def test_a_network_that_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "layers", sys.modules[__name__])
+    monkeypatch.setattr("fusedmlp.training.capture.worthwhile", lambda *_: True)
+    tiny = [override for override in (*TINY, *RANDOM_BYTES, *ON_GPU) if "num_layers" not in override]
+    for name, captured in (("eager", EAGER), ("auto", "trainer.cuda_graph=auto"), ("asked", CAPTURED)):
+        overrides = [
+            *tiny, f"data.cache_dir={tmp_path / 'cache'}", "model=torch_module", "model.target=layers.GoesOn",
+            "model.context=16", "data.batch_size=16", "trainer.max_steps=12", captured,
+        ]  # fmt: skip
+        ending = run(config(*overrides), tmp_path / name, overrides)[1]
+        assert ending.status == ("failed" if name == "asked" else "completed"), ending.reason
+        if name != "eager":
+            assert "it reads the tensor net.hidden[0]" in facts(tmp_path / name)["reason"]
+    assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "eager"), rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["norm", "recurrent", "attention", "checkpoint", "spectral", "convolution"])
