@@ -42,6 +42,7 @@ class StepCapture:
     Attributes:
         on_captured: called when capture has ended, so that its time counts for no step.
         replayed, eager: optimizer steps begun each way.
+        warming: whether steps of the warm-up are still to come, or the decision that follows it.
     Raises: UserError if capture was asked for with True and cannot be.
     """
 
@@ -62,7 +63,7 @@ class StepCapture:
         self.capture_s: float | None = None
         self.reason: str | None = f"the run ended within the {WARMUP_STEPS} steps before capture"
         self._graphs = graphs
-        self._warming = requested is not False
+        self.warming = requested is not False
         self._waits: list[str] = []
         self._host_work: list[str] = []
         self._probe: Probe | None = None
@@ -84,7 +85,7 @@ class StepCapture:
     def run(self, batch: Batch, micro: int) -> tuple[int, int]:
         """Micro-step `micro` (from 0) of an optimizer step; returns B and P, see `TrainStep.micro_step`."""
         first, last = micro == 0, micro == self.step.accumulate - 1
-        if first and self._warming:
+        if first and self.warming:
             self._begin_step(batch)
         if self.captured and not self._fits(batch):
             self._leave(batch, first)
@@ -92,7 +93,7 @@ class StepCapture:
             self.replayed += last
             return self._replay(batch, first, last)
         self.eager += last
-        if self._warming:
+        if self.warming:
             return self._warm_up(batch, last)
         return self.step.micro_step(*batch, last=last)
 
@@ -119,7 +120,7 @@ class StepCapture:
         assert self._graphs is not None
         if self.eager == WARMUP_STEPS:
             self._graphs.drain()
-            self._warming = False
+            self.warming = False
             self._decide(batch)
         elif self.requested == "auto" and self.eager > 0:
             # Only a launch into an empty queue shows what launching takes.
@@ -227,7 +228,7 @@ class StepCapture:
         self._stay_eager(reason)
 
     def _stay_eager(self, reason: str) -> None:
-        self.captured = self._warming = False
+        self.captured = self.warming = False
         self.step.make_uncapturable()
         self.reason = reason
         if not self.replayed:

@@ -129,6 +129,8 @@ class Finish:
                 f"warning: {mfu:.1f} % MFU: the device has done more than {throughput.peak_tflops:g} TFLOP/s, so that "
                 "is not its peak; give the right one with trainer.peak_tflops"
             )
+        if run.task.capture.requested is True and run.task.capture.warming:
+            run.progress.say(f"warning: step not captured: {run.task.capture.reason}")
         first_steps, warmup = (throughput.first_steps_s, throughput.warmup_s) if throughput else (None, None)
         if first_steps is not None:
             first_steps += run.task.capture.capture_s or 0.0

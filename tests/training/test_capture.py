@@ -217,11 +217,15 @@ def test_what_auto_has_chosen_for_replays_runs_twice_before_it_is_recorded(tmp_p
     assert not any(call.endswith(" replayed") for call in used)
 
 
-def test_a_run_that_ends_before(tmp_path, graphs):
-    train(tmp_path / "run", "trainer.max_steps=3", "trainer.cuda_graph=true")
+@pytest.mark.parametrize(("asked", "warnings"), [("true", 1), ("auto", 0)])
+def test_a_run_that_ends_before(tmp_path, graphs, capsys, asked, warnings):
+    train(tmp_path / "run", "trainer.max_steps=3", f"trainer.cuda_graph={asked}")
     found = result(tmp_path / "run")["cuda_graph"]
     assert (found["captured"], found["gpu_ms"]) == (False, None)
     assert "ended within the 3 steps" in found["reason"]
+    said = capsys.readouterr().out
+    assert said.count("warning: step not captured: the run ended within the 3 steps before capture") == warnings
+    assert said.count("not captured") == warnings
 
 
 def test_not_asked_for(tmp_path, graphs):
