@@ -1,10 +1,13 @@
 """Whether a step can be captured in a CUDA graph at all, and whether that is worth it."""
 
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+import fusedmlp
 
 # "auto" captures where launching takes at least this share of the step. Where kernels bound the step, launching it into
 # an empty queue takes a fraction of its time; where launches do, it takes nearly all of it.
@@ -20,12 +23,19 @@ _FAILURES = {
 
 
 def in_words(error: BaseException) -> str:
-    """Why a recording has failed."""
+    """Why a recording has failed, and where, if that is in code of somebody else's."""
+    place = _place(error)
     for said, reason in _FAILURES.items():
         if said in str(error):
-            return reason
+            return reason + place
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {first}{place}"
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((*torch.__path__, *fusedmlp.__path__, "<"))]
+    return f", at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 
 def obstacle(device: torch.device, optimizer: Optimizer, strategy: str = "single") -> str | None:

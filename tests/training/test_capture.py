@@ -266,8 +266,22 @@ def test_why_a_recording_has_failed(said, reason):
     assert reason in in_words(RuntimeError(said))
 
 
+def test_where_a_recording_has_failed():
+    """In the model: neither in PyTorch, which raises it, nor here."""
+
+    def forward():
+        torch.nn.Linear(2, 2)(torch.ones(3))
+
+    with pytest.raises(RuntimeError) as caught:
+        forward()
+    assert in_words(caught.value).endswith(f", at {__file__}:{forward.__code__.co_firstlineno + 1}")
+    with pytest.raises(IndexError) as caught:
+        step.next_token_loss(torch.zeros(1), torch.zeros(1))
+    assert ", at " not in in_words(caught.value.with_traceback(caught.tb.tb_next))
+
+
 REFUSALS = [
-    ("fails_with", RuntimeError("operation not permitted\nmore"), "RuntimeError: operation not permitted"),
+    ("fails_with", RuntimeError("operation not permitted\nmore"), "RuntimeError: operation not permitted, at "),
     ("waits_at", "model.py:12", "the host waits for the GPU, at model.py:12"),
 ]
 
