@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -63,20 +64,26 @@ class CudaGraphs:
         """Appends to `found` where something inside made the host wait for the GPU: that cannot be recorded.
 
         A recording would fail at such an operation and leave PyTorch's allocator in disorder; this changes nothing.
+        Other threads, which fetch batches for example, may wait: autograd hands its warnings to the one that called it.
         """
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught:
+        before, caught = torch.cuda.get_sync_debug_mode(), []
+
+        def note(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+            caught.append((threading.get_ident(), message, category, filename, lineno))
+
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            warnings.showwarning = note  # type: ignore[assignment]
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        for warning in caught:
-            if _WAITS in str(warning.message):
-                found.append(f"{warning.filename}:{warning.lineno}")
-            elif "Synchronization debug mode" not in str(warning.message):
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        for thread, message, category, filename, lineno in caught:
+            if _WAITS in str(message):
+                found += [f"{filename}:{lineno}"] * (thread == threading.get_ident())
+            elif "Synchronization debug mode" not in str(message):
+                warnings.warn_explicit(message, category, filename, lineno)
 
     def record(self, function: Callable[[], Any]) -> Replayable:
         """The GPU's work in `function`, recorded without being done. Raises: RuntimeError for what cannot be."""

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import gc
 import random
+import threading
+import warnings
 import weakref
 
 import numpy
@@ -517,6 +519,29 @@ def test_a_failed_recording_gives_the_random_numbers_back(recorder):
     with pytest.raises(ZeroDivisionError):
         graphs.record(lambda: 1 // 0)
     assert generator.state == {"offset": 8, "recorded": False}
+
+
+def test_only_the_thread_that_trains_is_watched(recorder, monkeypatch):
+    graphs, _ = recorder
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: modes.append(mode))
+    modes, found = [], []
+
+    def wait():
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+    def watched():
+        with graphs.watch(found):
+            fetching = threading.Thread(target=wait)
+            fetching.start()
+            fetching.join()
+            warnings.warn("of something else", stacklevel=1)
+            wait()
+
+    with pytest.warns(UserWarning, match="of something else") as others:
+        watched()
+    assert [place.rpartition(":")[0] for place in found] == [__file__]
+    assert (len(others), modes) == (1, ["warn", 0])
 
 
 @pytest.mark.parametrize("enabled", [True, False])

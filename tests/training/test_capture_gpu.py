@@ -149,6 +149,25 @@ def test_what_cannot_be_captured(tmp_path, uncapturable, monkeypatch):
     assert facts(tmp_path / "after")["captured"]
 
 
+def test_a_failed_recording_leaves_no_memory_behind(tmp_path, monkeypatch):
+    forward, taken = MLPLanguageModel.forward, []
+
+    def waiting(self, tokens):
+        logits = forward(self, tokens)
+        torch.cuda.synchronize()
+        return logits
+
+    monkeypatch.setattr(MLPLanguageModel, "forward", waiting)
+    monkeypatch.setattr("fusedmlp.training.capture.worthwhile", lambda *_: True)
+    for name in ("one", "two", "three"):
+        assert train(tmp_path / name, *ON_GPU, "dim=1024", "trainer.max_steps=6").status == "completed"
+        assert "test_capture_gpu.py:" in facts(tmp_path / name)["reason"]
+        gc.collect()
+        torch.cuda.empty_cache()
+        taken.append(torch.cuda.memory_reserved())
+    assert taken[2] == taken[1]
+
+
 def test_random_numbers_go_on_in_replays(tmp_path, monkeypatch):
     """Dropout in the model: every replay draws others, and the same as without capture."""
     forward = MLPLanguageModel.forward
