@@ -64,12 +64,14 @@ class CudaGraphs:
         """Appends to `found` where something inside made the host wait for the GPU: that cannot be recorded.
 
         A recording would fail at such an operation and leave PyTorch's allocator in disorder; this changes nothing.
-        Other threads, which fetch batches for example, may wait: autograd hands its warnings to the one that called it.
+        Threads that Python has started, to fetch batches for example, may wait; autograd's may not.
         """
-        before, caught = torch.cuda.get_sync_debug_mode(), []
+        before, trains, caught = torch.cuda.get_sync_debug_mode(), threading.current_thread(), []
 
         def note(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-            caught.append((threading.get_ident(), message, category, filename, lineno))
+            thread = threading.current_thread()
+            ours = thread is trains or isinstance(thread, threading._DummyThread)
+            caught.append((ours, message, category, filename, lineno))
 
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -79,9 +81,9 @@ class CudaGraphs:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        for thread, message, category, filename, lineno in caught:
+        for ours, message, category, filename, lineno in caught:
             if _WAITS in str(message):
-                found += [f"{filename}:{lineno}"] * (thread == threading.get_ident())
+                found += [f"{filename}:{lineno}"] * ours
             elif "Synchronization debug mode" not in str(message):
                 warnings.warn_explicit(message, category, filename, lineno)
 

@@ -1,5 +1,6 @@
 """Step capture without a GPU: recordings that are played by doing the work, so that all around them can be tried."""
 
+import _thread
 import contextlib
 import functools
 import gc
@@ -521,26 +522,31 @@ def test_a_failed_recording_gives_the_random_numbers_back(recorder):
     assert generator.state == {"offset": 8, "recorded": False}
 
 
-def test_only_the_thread_that_trains_is_watched(recorder, monkeypatch):
+def test_a_thread_that_fetches_batches_may_wait_and_autograds_may_not(recorder, monkeypatch):
     graphs, _ = recorder
+    modes, found, waited = [], [], threading.Event()
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: modes.append(mode))
-    modes, found = [], []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
 
-    def wait():
-        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+    def wait(thread):
+        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, thread, 1)
+        waited.set()
 
     def watched():
         with graphs.watch(found):
-            fetching = threading.Thread(target=wait)
+            fetching = threading.Thread(target=wait, args=("fetching",))
             fetching.start()
             fetching.join()
+            waited.clear()
+            # Python did not make it, as it makes none of autograd's.
+            _thread.start_new_thread(wait, ("autograd",))
+            assert waited.wait(60)
             warnings.warn("of something else", stacklevel=1)
-            wait()
+            wait("training")
 
     with pytest.warns(UserWarning, match="of something else") as others:
         watched()
-    assert [place.rpartition(":")[0] for place in found] == [__file__]
+    assert found == ["autograd:1", "training:1"]
     assert (len(others), modes) == (1, ["warn", 0])
 
 

@@ -113,14 +113,26 @@ def test_a_graph_keeps_the_workspace_of_its_products_when_another_trainer_is_set
     assert not taken.any(), "the replay wrote into it"
 
 
-@pytest.fixture(params=["a value is read", "the device is waited for"])
+class ReadsItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy if dy.sum().item() < 1e9 else None
+
+
+@pytest.fixture(params=["a value is read", "a gradient is read", "the device is waited for"])
 def uncapturable(request, monkeypatch):
-    """Makes a model do what no graph can hold; the second is seen only when it is recorded."""
+    """Makes a model do what no graph can hold; the last is seen only when it is recorded."""
     forward = MLPLanguageModel.forward
 
     def reading(self, tokens):
         if request.param == "a value is read":
             assert tokens.sum().item() >= 0
+        elif request.param == "a gradient is read":
+            return ReadsItsGradient.apply(torch.nn.functional.dropout(forward(self, tokens), 0.1, self.training))
         else:
             torch.cuda.synchronize()
         # A failed recording must not keep the generator.
