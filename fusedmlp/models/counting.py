@@ -26,11 +26,13 @@ from fusedmlp import impls
 
 log = logging.getLogger(__name__)
 
-# Some layers, such as BatchNorm, take no single sample.
-_SAMPLES = 2
+# Of a batch of that many: products of weights alone, as in a parametrization, are shared by its samples. Some layers,
+# such as BatchNorm, take no single one.
+_SAMPLES = 32
 # A cache may hold its tensors in tuples, lists and lists of those.
 _DEPTH = 3
 _HALF = (torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def told_flops(net: nn.Module, title: str) -> int | None:
@@ -50,10 +52,11 @@ def told_flops(net: nn.Module, title: str) -> int | None:
 
 
 class Count(NamedTuple):
-    """FLOPs of a sample; those of them that have 16-bit factors, and of the others those of convolutions."""
+    """FLOPs of a sample; those of them that have 16-bit and 8-bit factors, and of the others those of convolutions."""
 
     flops: int
     half: int
+    fp8: int
     convolutions: int
 
 
@@ -94,11 +97,44 @@ def _convolution_backward(
     return 2 * x[0] * places * math.prod(weight) * (wanted[0] + wanted[1])
 
 
-# What PyTorch's counter has no formula for, or one that counts groups which are not multiplied with one another.
-_FORMULAS = {
-    torch.ops.aten._grouped_mm: _grouped_product,
-    torch.ops.aten.convolution_backward: _convolution_backward,
+def _matrix_product(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """FLOPs of a @ b; b may be a vector, and both may have a batch dimension or be vectors."""
+    return 2 * math.prod(a) * (b[-1] if len(b) > 1 else 1)
+
+
+def _product_added_to(_: torch.Size, *factors: Any, **__: Any) -> int:
+    return _matrix_product(*factors)
+
+
+def _trilinear(*arguments: Any, **__: Any) -> int:
+    """FLOPs of nn.Bilinear's sums of products of three factors, where one multiplies what the other two give.
+
+    After the factors come, for each of them, the dimensions of the whole that it lacks.
+    """
+    sizes: dict[int, int] = {}
+    for shape, lacking in zip(arguments[:3], arguments[3:6], strict=True):
+        dims = (dim for dim in range(len(shape) + len(lacking)) if dim not in lacking)
+        sizes |= dict(zip(dims, shape, strict=True))
+    return 2 * math.prod(sizes.values())
+
+
+# What PyTorch's counter has no formula for, or one that counts groups which are not multiplied with one another. The
+# gradient of a matrix that multiplies a vector is no sum of products, and not counted.
+_BY_NAME = {
+    "mv": _matrix_product,
+    "dot": _matrix_product,
+    "vdot": _matrix_product,
+    "addmv": _product_added_to,
+    "addbmm": _product_added_to,
+    "_trilinear": _trilinear,
+    "_grouped_mm": _grouped_product,
+    "_scaled_grouped_mm": _grouped_product,
+    "_scaled_mm_v2": _matrix_product,
+    "_scaled_grouped_mm_v2": _grouped_product,
+    "convolution_backward": _convolution_backward,
 }
+# Not every version of PyTorch has all of them.
+_FORMULAS = {getattr(torch.ops.aten, name): flops for name, flops in _BY_NAME.items() if hasattr(torch.ops.aten, name)}
 
 
 class _GroupedInAnyType(TorchDispatchMode):
@@ -116,7 +152,7 @@ class _Counter(FlopCounterMode):
     """Leaves out what activation checkpointing computes once more in the backward pass, with gradients on."""
 
     in_backward = False
-    half = convolutions = 0
+    half = fp8 = convolutions = 0
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if self.in_backward and torch.is_grad_enabled():
@@ -126,6 +162,8 @@ class _Counter(FlopCounterMode):
             dtype = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
             if dtype in _HALF:
                 self.half += flops
+            elif dtype in _FP8:
+                self.fp8 += flops
             elif "convolution" in str(func_packet):
                 self.convolutions += flops
         return super()._count_flops(func_packet, out, args, kwargs)
@@ -143,7 +181,8 @@ def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:
             loss = model(tokens).float().sum()
             counter.in_backward = True
             loss.backward()
-    return Count(*(total // _SAMPLES for total in (counter.get_total_flops(), counter.half, counter.convolutions)))
+    totals = counter.get_total_flops(), counter.half, counter.fp8, counter.convolutions
+    return Count(*(total // _SAMPLES for total in totals))
 
 
 def _copied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

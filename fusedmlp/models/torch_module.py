@@ -44,8 +44,9 @@ class TorchModule(nn.Module):
         impl: of the modules put in.
     Attributes:
         net: the module.  report: what was replaced, or None.  title: what was built, for the record.
-        convolution_share, half_share: of the FLOPs, once they are counted: convolutions, and what else has 16-bit
-            factors. 1 where the module tells its FLOPs and has convolutions, or parameters of 16 bits.
+        convolution_share, half_share, fp8_share: of the FLOPs, once they are counted: convolutions, and what else has
+            16-bit or 8-bit factors. The first two are 1 where the module tells its FLOPs and has convolutions, or
+            parameters of 16 bits.
     Shape: tokens (B, T) int64 -> logits (B, P, V); (B, V) from the module counts as P = 1, the token after the window.
     Raises: UserError where the target cannot be built; ValueError for a size.
     """
@@ -73,7 +74,7 @@ class TorchModule(nn.Module):
                 raise ValueError(f"image_shape={image_shape} must be [channels, height, width] of product {context=}")
         self.context, self.vocab_size, self.inputs, self.image_shape = context, vocab_size, inputs, image_shape
         self.title = target
-        self.convolution_share = self.half_share = 0.0
+        self.convolution_share = self.half_share = self.fp8_share = 0.0
         self.net = build(target, kwargs or {})
         _require_tables(self.net, target, context, vocab_size)
         self.report: Replacement | None = replace_modules(self.net, impl) if replace else None
@@ -138,6 +139,7 @@ class TorchModule(nn.Module):
         if count is None:
             return None
         self.convolution_share, self.half_share = count.convolutions / count.flops, count.half / count.flops
+        self.fp8_share = count.fp8 / count.flops
         return count.flops
 
 

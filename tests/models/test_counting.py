@@ -204,6 +204,76 @@ class ExpertsInFull(Experts):
     dtype = torch.float32
 
 
+class InThreeFactors(Net):
+    def __init__(self):
+        super().__init__()
+        self.bilinear = nn.Bilinear(16, 16, 16)
+
+    def mixed(self, x):
+        return self.bilinear(x, x)
+
+
+class WithVectors(Net):
+    """A matrix-vector product of each position, added to one of all of them, and the product of two vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.vector, self.matrix = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16, 16))
+
+    def mixed(self, x):
+        rows = torch.stack([torch.addmv(row[0], self.matrix, row[0]).dot(self.vector) for row in x])
+        return x + (x @ self.vector)[..., None] + rows[:, None, None]
+
+
+class SummedOverABatch(Net):
+    def mixed(self, x):
+        return x + torch.addbmm(x[0], self.embed.weight[:CONTEXT].expand(len(x), CONTEXT, 16), x.mT @ x)
+
+
+class OfWeightsAlone(Net):
+    """A product of the whole batch's, as in a parametrization."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.zeros(16, 16)), nn.Parameter(torch.zeros(16, 16))
+
+    def mixed(self, x):
+        return x @ (self.down @ self.up)
+
+
+class _In8Bits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, grouped):
+        ctx.save_for_backward(x, weight)
+        x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).mT
+        scales = torch.ones(()), torch.ones(())
+        if grouped:
+            scales = torch.ones(len(x)), torch.ones(1, 16)
+            ends = torch.tensor([len(x)], dtype=torch.int32)
+            return torch._scaled_grouped_mm(x, weight[None], *scales, offs=ends, out_dtype=torch.bfloat16).float()
+        return torch._scaled_mm(x, weight, *scales, out_dtype=torch.bfloat16).float()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.T @ x, None
+
+
+class In8Bits(Net):
+    grouped = False
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 16))
+
+    def mixed(self, x):
+        return _In8Bits.apply(x.flatten(0, 1), self.weight, self.grouped).view(x.shape)
+
+
+class In8BitsInGroups(In8Bits):
+    grouped = True
+
+
 class Recomputing(Net):
     """Activation checkpointing computes the forward pass once more; MFU does not count that."""
 
@@ -324,6 +394,35 @@ def test_the_products_of_experts_count(network, half):
     experts = 3 * CONTEXT * 2 * 16 * 16
     assert model.flops_per_sample() == FLOPS + experts
     assert model.half_share == pytest.approx(half * experts / (FLOPS + experts))
+
+
+@pytest.mark.parametrize(
+    ("network", "products"),
+    [
+        # Its gradients have products of the same size, for each of the three factors.
+        (InThreeFactors, 4 * CONTEXT * 2 * 16**3),
+        # x @ vector, matrix @ row and the vectors' own; no outer product, which the gradients of two have.
+        (WithVectors, 2 * CONTEXT * 2 * 16 + 2 * 2 * 16**2 + 2 * 16),
+        (SummedOverABatch, 2 * 3 * CONTEXT * 2 * 16**2),
+    ],
+)
+def test_products_that_pytorch_does_not_count(network, products):
+    assert made(network).flops_per_sample() == FLOPS + products
+
+
+def test_a_product_of_weights_alone_is_shared_by_the_samples_of_a_batch():
+    shared = 3 * 2 * 16**3
+    assert made(OfWeightsAlone).flops_per_sample() == FLOPS + 3 * CONTEXT * 2 * 16**2 + shared // 32
+
+
+@pytest.mark.parametrize("network", [In8Bits, In8BitsInGroups])
+def test_the_share_of_products_in_8_bits(network):
+    model = made(network)
+    product = CONTEXT * 2 * 16**2
+    assert model.fp8_share == 0, "until it is counted"
+    assert model.flops_per_sample() == FLOPS + 3 * product
+    assert model.fp8_share == pytest.approx(product / (FLOPS + 3 * product))
+    assert model.half_share == 0
 
 
 def test_what_cannot_be_copied_is_shared_with_the_copy():
