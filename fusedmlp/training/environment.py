@@ -28,6 +28,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "driver": _nvidia_driver() if cuda else None,
         "device": device.type,
         "gpu": properties.name if properties else None,
+        "gpu_multiprocessors": properties.multi_processor_count if properties else None,
         "gpu_memory_gib": round(properties.total_memory / 2**30, 1) if properties else None,
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),

@@ -29,29 +29,30 @@ class Rates:
     fp32: float  # without tensor cores
     tf32: float
     half: float  # bf16 and fp16
+    fp8: float | None = None  # None: it multiplies no such factors
 
 
 # From the vendors' documents. Where they give a tensor core's rate with 2:4 sparsity, half of it stands here.
 _A100 = Rates(19.5, 156, 312)  # NVIDIA A100 datasheet, all forms
 _A10 = Rates(31.2, 62.5, 125)  # NVIDIA A10 datasheet
-_RTX_A6000 = Rates(38.7, 77.4, 154.8)  # NVIDIA GA102 whitepaper, appendix A
+_RTX_A6000 = Rates(38.7, 77.4, 154.8)  # NVIDIA GA102 whitepaper, appendix C
 _RTX_3090 = Rates(35.6, 35.6, 71)  # NVIDIA GA102 whitepaper, appendix A
-_H100_SXM = Rates(67, 494.5, 989)  # NVIDIA H100 datasheet, H100 SXM: 67, 989 and 1,979 with sparsity
-_H100_PCIE = Rates(51, 378, 756)  # NVIDIA H100 PCIe datasheet: 51, 756 and 1,513 with sparsity
-_H100_NVL = Rates(60, 417.5, 835.5)  # NVIDIA H100 datasheet, H100 NVL: 60, 835 and 1,671 with sparsity
-_H200_SXM = Rates(67, 494.5, 989)  # NVIDIA H200 datasheet, H200 SXM: 67, 989 and 1,979 with sparsity
-_H200_NVL = Rates(60, 417.5, 835.5)  # NVIDIA H200 datasheet, H200 NVL: 60, 835 and 1,671 with sparsity
-_B200 = Rates(75, 1125, 2250)  # NVIDIA HGX B200 datasheet: 600, 18,000 and 36,000 with sparsity for 8 GPUs
-_GH200 = Rates(67, 494.5, 989)  # NVIDIA GH200 datasheet: 67, 989 and 1,979 with sparsity
-_GB200 = Rates(80, 1250, 2500)  # NVIDIA DGX GB200 and HGX B200 datasheet, one GPU: 80, 2,500 and 5,000 with sparsity
-_L4 = Rates(30.3, 60, 121)  # NVIDIA L4 datasheet: 30.3, 120 and 242 with sparsity
-_L40 = Rates(90.5, 90.5, 181)  # NVIDIA L40 datasheet: 90.5, 181 and 362 with sparsity
-_L40S = Rates(91.6, 183, 362)  # NVIDIA L40S datasheet
-_RTX_6000_ADA = Rates(91.1, 182.1, 364.2)  # NVIDIA RTX 6000 Ada datasheet: 91.1, and 1,457 in fp8 with sparsity
-_RTX_4090 = Rates(82.6, 82.6, 165.2)  # NVIDIA Ada GPU architecture whitepaper, appendix A
-_RTX_5090 = Rates(104.8, 104.8, 209.5)  # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
-_MI300X = Rates(163.4, 653.7, 1307.4)  # AMD Instinct MI300X datasheet; matrix cores in fp32 too
-_MI325X = Rates(163.4, 653.7, 1307.4)  # AMD Instinct MI325X datasheet
+_H100_SXM = Rates(67, 494.5, 989, 1979)  # NVIDIA H100 datasheet, H100 SXM: 67, 989 and 1,979 with sparsity
+_H100_PCIE = Rates(51, 378, 756, 1513)  # NVIDIA H100 PCIe datasheet: 51, 756 and 1,513 with sparsity
+_H100_NVL = Rates(60, 417.5, 835.5, 1671)  # NVIDIA H100 datasheet, H100 NVL: 60, 835 and 1,671 with sparsity
+_H200_SXM = Rates(67, 494.5, 989, 1979)  # NVIDIA H200 datasheet, H200 SXM: 67, 989 and 1,979 with sparsity
+_H200_NVL = Rates(60, 417.5, 835.5, 1671)  # NVIDIA H200 datasheet, H200 NVL: 60, 835 and 1,671 with sparsity
+_B200 = Rates(75, 1125, 2250, 4500)  # NVIDIA HGX B200 datasheet: 600, 18,000 and 36,000 with sparsity for 8 GPUs
+_GH200 = Rates(67, 494.5, 989, 1979)  # NVIDIA GH200 datasheet: 67, 989 and 1,979 with sparsity
+_GB200 = Rates(80, 1250, 2500, 5000)  # NVIDIA DGX GB200 and HGX B200 datasheet, one GPU: 2,500 and 5,000 with sparsity
+_L4 = Rates(30.3, 60, 121, 242)  # NVIDIA L4 datasheet: 30.3, 120 and 242 with sparsity
+_L40 = Rates(90.5, 90.5, 181, 362)  # NVIDIA L40 datasheet: 90.5, 181 and 362 with sparsity
+_L40S = Rates(91.6, 183, 362, 733)  # NVIDIA L40S datasheet
+_RTX_6000_ADA = Rates(91.1, 182.1, 364.2, 728.5)  # NVIDIA RTX 6000 Ada datasheet: 91.1, and 1,457 in fp8 with sparsity
+_RTX_4090 = Rates(82.6, 82.6, 165.2, 330.3)  # NVIDIA Ada GPU architecture whitepaper, appendix A
+_RTX_5090 = Rates(104.8, 104.8, 209.5, 419)  # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A
+_MI300X = Rates(163.4, 653.7, 1307.4, 2614.9)  # AMD Instinct MI300X datasheet; matrix cores in fp32 too
+_MI325X = Rates(163.4, 653.7, 1307.4, 2614.9)  # AMD Instinct MI325X datasheet
 
 _RATES = {
     "NVIDIA A100-SXM4-40GB": _A100,
@@ -82,21 +83,25 @@ _RATES = {
     "NVIDIA GeForce RTX 4090": _RTX_4090,
     "NVIDIA GeForce RTX 5090": _RTX_5090,
     "AMD Instinct MI300X": _MI300X,
+    "AMD Instinct MI300X OAM": _MI300X,
     "AMD Instinct MI325X": _MI325X,
 }
+# Compute units of cards whose parts have the name of the whole: AMD's partitions in mode DPX, QPX or CPX.
+_WHOLE = dict.fromkeys(("AMD Instinct MI300X", "AMD Instinct MI300X OAM", "AMD Instinct MI325X"), 304)
 
 
-def table_tflops(gpu: str, dtype: str) -> float | None:
+def table_tflops(gpu: str, dtype: str, units: int | None = None) -> float | None:
     """Dense peak in TFLOP/s of the GPU with this name; None if the table lacks it.
 
     Args:
         gpu: as `torch.cuda.get_device_name()` has it.
-        dtype: of the factors: "fp32", "tf32", "bf16" or "fp16".
+        dtype: of the factors: "fp32", "tf32", "bf16", "fp16" or "fp8".
+        units: its multiprocessors, where they are known.
     """
     rates = _RATES.get(gpu)
-    if rates is None:
+    if rates is None or units not in (None, _WHOLE.get(gpu, units)):
         return None
-    return {"fp32": rates.fp32, "tf32": rates.tf32, "bf16": rates.half, "fp16": rates.half}[dtype]
+    return getattr(rates, {"bf16": "half", "fp16": "half"}.get(dtype, dtype))
 
 
 def matmul_dtype(precision: str) -> str:
@@ -115,7 +120,13 @@ def convolution_dtype(precision: str) -> str:
 
 
 def find_peak(
-    gpu: str | None, precision: str, configured: float | None, convolutions: float = 0.0, half: float = 0.0
+    gpu: str | None,
+    precision: str,
+    configured: float | None,
+    convolution: float = 0.0,
+    half: float = 0.0,
+    fp8: float = 0.0,
+    units: int | None = None,
 ) -> Peak:
     """The peak of a run: the rate at which its FLOPs would be done, each kind at its own peak.
 
@@ -123,17 +134,24 @@ def find_peak(
         gpu: the GPU's name; None on a CPU, which has no peak in the table.
         precision: Lightning's, decided: "32-true", "bf16-mixed" or "bf16-true".
         configured: `trainer.peak_tflops`, which wins.
-        convolutions: their share of the FLOPs.
-        half: share of the FLOPs that have 16-bit factors whatever the precision.
+        convolution, half, fp8: shares of the FLOPs that are convolutions, and that have 16-bit and 8-bit factors
+            whatever the precision.
+        units: the GPU's multiprocessors, where they are known.
     """
     if configured is not None:
         return Peak(configured, "config")
     kinds = (
-        (matmul_dtype(precision), 1 - convolutions - half),
-        (convolution_dtype(precision), convolutions),
+        (matmul_dtype(precision), 1 - convolution - half - fp8),
+        (convolution_dtype(precision), convolution),
         ("bf16", half),
+        ("fp8", fp8),
     )
-    rates = [(None if gpu is None else table_tflops(gpu, dtype), share) for dtype, share in kinds if share > 0]
-    if len({rate for rate, _ in rates}) == 1:
-        return Peak(rates[0][0], "table") if rates[0][0] is not None else Peak()
-    return Peak(1 / sum(share / rate for rate, share in rates if rate), "table")
+    seconds: dict[float, float] = {}  # that a TFLOP takes, of each rate
+    for dtype, share in kinds:
+        if share <= 0:
+            continue
+        rate = None if gpu is None else table_tflops(gpu, dtype, units)
+        if rate is None:
+            return Peak()
+        seconds[rate] = seconds.get(rate, 0.0) + share / rate
+    return Peak(next(iter(seconds)) if len(seconds) == 1 else 1 / sum(seconds.values()), "table")

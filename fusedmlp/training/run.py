@@ -250,8 +250,9 @@ class Run:
         if count is not None and flops is None:
             name = self.result.fields["model"]
             self.progress.say(f"warning: the FLOPs of {name} cannot be counted, so TFLOP/s are left out: see train.log")
-        shares = (getattr(model, name, 0.0) for name in ("convolution_share", "half_share"))
-        peak = find_peak(gpu, precision, options.peak_tflops, *shares)
+        shares = {name: getattr(model, f"{name}_share", 0.0) for name in ("convolution", "half", "fp8")}
+        units = self.result.fields["environment"].get("gpu_multiprocessors")
+        peak = find_peak(gpu, precision, options.peak_tflops, units=units, **shares)
         if gpu is not None and peak.tflops is None:
             warning = f"no peak rate is known of {gpu}, so MFU is left out; give it with trainer.peak_tflops"
             log.warning(warning)

@@ -152,12 +152,19 @@ def test_mfu_on_a_card_that_is_known(tmp_path, now, monkeypatch, capsys):
     assert "warning" not in out
 
 
-@pytest.mark.parametrize(("share", "peak"), [("convolution_share", 60), ("half_share", 121)])
+@pytest.mark.parametrize(("share", "peak"), [("convolution_share", 60), ("half_share", 121), ("fp8_share", 242)])
 def test_mfu_of_what_an_fp32_run_computes_in_another_type(tmp_path, now, monkeypatch, share, peak):
     monkeypatch.setattr(MLPLanguageModel, share, 1.0, raising=False)
     pretend_gpu(monkeypatch, "NVIDIA L4")
     train(tmp_path / "run", "trainer.precision=32-true", "trainer.max_steps=4")
     assert result(tmp_path / "run")["throughput"]["peak_tflops"] == peak
+
+
+def test_mfu_of_a_part_of_a_card_is_missing(tmp_path, monkeypatch, capsys):
+    pretend_gpu(monkeypatch, "AMD Instinct MI300X", gpu_multiprocessors=38)
+    train(tmp_path / "run")
+    assert "no peak rate is known of AMD Instinct MI300X" in capsys.readouterr().out
+    assert result(tmp_path / "run")["throughput"]["mfu_percent"] is None
 
 
 def test_mfu_of_an_unknown_card_is_missing_and_said_once(tmp_path, monkeypatch, capsys):
@@ -225,7 +232,7 @@ def test_a_model_whose_flops_cannot_be_counted_is_said_once(tmp_path, monkeypatc
     assert result(tmp_path / "run")["throughput"]["mfu_percent"] is None
 
 
-def pretend_gpu(monkeypatch, name: str):
+def pretend_gpu(monkeypatch, name: str, **facts):
     describe = environment.describe
-    monkeypatch.setattr(environment, "describe", lambda device: describe(device) | {"gpu": name})
+    monkeypatch.setattr(environment, "describe", lambda device: describe(device) | {"gpu": name} | facts)
     assert describe(torch.device("cpu"))["gpu"] is None
