@@ -35,20 +35,24 @@ _HALF = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
-def told_flops(net: nn.Module, title: str) -> int | None:
-    """What a module says of itself, as a number or as a method without arguments; None if it says nothing of use."""
+def told_flops(net: nn.Module, title: str, instead: str) -> int | None:
+    """What a module says of itself, as a number or as a method without arguments; None if it says nothing of use.
+
+    Args:
+        title: of the module, for the warning where what it says is of no use.
+        instead: what is done then.
+    """
     told = getattr(net, "flops_per_sample", None)
-    if told is None:
-        return None
     try:
-        value = float(told() if callable(told) else told)
+        told = told() if callable(told) else told
+        value = None if told is None else float(told)
     except Exception as error:  # of somebody else's method
-        log.warning("flops_per_sample of %s: %s: %s; counted instead", title, type(error).__name__, error)
+        log.warning("flops_per_sample of %s: %s: %s; %s", title, type(error).__name__, error, instead)
         return None
-    if not 0 < value < math.inf:
-        log.warning("flops_per_sample of %s is %s; counted instead", title, value)
+    if value is not None and not 0 < value < math.inf:
+        log.warning("flops_per_sample of %s is %s; %s", title, value, instead)
         return None
-    return int(value)
+    return None if value is None else int(value)
 
 
 class Count(NamedTuple):

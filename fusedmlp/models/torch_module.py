@@ -129,7 +129,7 @@ class TorchModule(nn.Module):
         without memory, with impl=native and attention in plain products, so that the number is the same for every
         implementation. None where the module does not run like that.
         """
-        own = told_flops(self.net, self.title)
+        own = told_flops(self.net, self.title, "counted instead")
         if own is not None:
             self.half_share = float(any(p.dtype in (torch.bfloat16, torch.float16) for p in self.net.parameters()))
             convolving = any(isinstance(module, _ConvNd) for module in self.net.modules())

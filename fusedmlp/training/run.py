@@ -20,6 +20,7 @@ from torch import nn
 
 from fusedmlp import auto
 from fusedmlp.errors import UserError
+from fusedmlp.models.counting import told_flops
 from fusedmlp.profiling.session import Session
 from fusedmlp.training import checkpoint, environment
 from fusedmlp.training.csv_sink import CsvSink
@@ -244,11 +245,10 @@ class Run:
         """FLOPs of a sample and the peak rate, with one warning for a GPU whose peak is not known."""
         gpu = self.result.fields["environment"]["gpu"]
         precision = choose_precision(options.precision, self.device)
+        name = self.result.fields["model"]
+        flops = told_flops(model, name, "TFLOP/s are left out")
         # A model of the user's own may do without.
-        count = getattr(model, "flops_per_sample", None)
-        flops = None if count is None else count()
-        if count is not None and flops is None:
-            name = self.result.fields["model"]
+        if flops is None and getattr(model, "flops_per_sample", None) is not None:
             self.progress.say(f"warning: the FLOPs of {name} cannot be counted, so TFLOP/s are left out: see train.log")
         shares = {name: getattr(model, f"{name}_share", 0.0) for name in ("convolution", "half", "fp8")}
         units = self.result.fields["environment"].get("gpu_multiprocessors")

@@ -225,11 +225,20 @@ def test_a_model_that_does_not_count_its_flops(tmp_path, monkeypatch):
     assert all(row["throughput/tflops_per_s"] == "" for row in rows(tmp_path / "run"))
 
 
-def test_a_model_whose_flops_cannot_be_counted_is_said_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(MLPLanguageModel, "flops_per_sample", lambda self: None)
+@pytest.mark.parametrize("told", [lambda self: None, lambda self: 0, lambda self: float("nan"), lambda self, b: 1, "?"])
+def test_a_model_whose_flops_cannot_be_counted_is_said_once(tmp_path, monkeypatch, capsys, told):
+    monkeypatch.setattr(MLPLanguageModel, "flops_per_sample", told)
     assert train(tmp_path / "run", "trainer.peak_tflops=1").status == "completed"
     assert capsys.readouterr().out.count("warning: the FLOPs of MLPLanguageModel cannot be counted") == 1
-    assert result(tmp_path / "run")["throughput"]["mfu_percent"] is None
+    found = result(tmp_path / "run")["throughput"]
+    assert (found["flops_per_sample"], found["tflops_per_s"], found["mfu_percent"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("told", [777, lambda self: torch.tensor(777), lambda self: 777.0])
+def test_a_model_may_tell_its_flops_as_any_number(tmp_path, monkeypatch, told):
+    monkeypatch.setattr(MLPLanguageModel, "flops_per_sample", told)
+    assert train(tmp_path / "run").status == "completed"
+    assert result(tmp_path / "run")["throughput"]["flops_per_sample"] == 777
 
 
 def pretend_gpu(monkeypatch, name: str, **facts):
