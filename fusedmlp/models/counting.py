@@ -153,24 +153,29 @@ class _GroupedInAnyType(TorchDispatchMode):
 
 
 class _Counter(FlopCounterMode):
-    """Leaves out what activation checkpointing computes once more in the backward pass, with gradients on."""
+    """Leaves out what activation checkpointing computes once more in the backward pass, with gradients on.
+
+    A product of complex numbers is four of real ones.
+    """
 
     in_backward = False
     half = fp8 = convolutions = 0
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if self.in_backward and torch.is_grad_enabled():
+        if func_packet not in self.flop_registry or (self.in_backward and torch.is_grad_enabled()):
             return out
-        if func_packet in self.flop_registry:
-            flops: Any = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
-            dtype = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
-            if dtype in _HALF:
-                self.half += flops
-            elif dtype in _FP8:
-                self.fp8 += flops
-            elif "convolution" in str(func_packet):
-                self.convolutions += flops
-        return super()._count_flops(func_packet, out, args, kwargs)
+        flops: Any = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+        dtype = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), torch.float32)
+        if dtype.is_complex:
+            flops *= 4
+        if dtype in _HALF:
+            self.half += flops
+        elif dtype in _FP8:
+            self.fp8 += flops
+        elif "convolution" in str(func_packet):
+            self.convolutions += flops
+        self.flop_counts["Global"][func_packet] += flops
+        return out
 
 
 def _count(model: nn.Module, length: int, fake: FakeTensorMode) -> Count:

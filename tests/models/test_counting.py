@@ -230,6 +230,15 @@ class SummedOverABatch(Net):
         return x + torch.addbmm(x[0], self.embed.weight[:CONTEXT].expand(len(x), CONTEXT, 16), x.mT @ x)
 
 
+class OfComplexNumbers(Net):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.complex64))
+
+    def mixed(self, x):
+        return (x.to(torch.complex64) @ self.weight).real
+
+
 class OfWeightsAlone(Net):
     """A product of the whole batch's, as in a parametrization."""
 
@@ -404,9 +413,10 @@ def test_the_products_of_experts_count(network, half):
         # x @ vector, matrix @ row and the vectors' own; no outer product, which the gradients of two have.
         (WithVectors, 2 * CONTEXT * 2 * 16 + 2 * 2 * 16**2 + 2 * 16),
         (SummedOverABatch, 2 * 3 * CONTEXT * 2 * 16**2),
+        (OfComplexNumbers, 4 * 3 * CONTEXT * 2 * 16**2),
     ],
 )
-def test_products_that_pytorch_does_not_count(network, products):
+def test_products_that_pytorch_does_not_count_or_counts_as_less(network, products):
     assert made(network).flops_per_sample() == FLOPS + products
 
 
