@@ -152,7 +152,7 @@ def test_mfu_on_a_card_that_is_known(tmp_path, now, monkeypatch, capsys):
     assert "warning" not in out
 
 
-@pytest.mark.parametrize(("share", "peak"), [("convolution_share", 60), ("half_share", 121), ("fp8_share", 242)])
+@pytest.mark.parametrize(("share", "peak"), [("convolution_share", 60), ("half_share", 121), ("fp8_share", 242.5)])
 def test_mfu_of_what_an_fp32_run_computes_in_another_type(tmp_path, now, monkeypatch, share, peak):
     monkeypatch.setattr(MLPLanguageModel, share, 1.0, raising=False)
     pretend_gpu(monkeypatch, "NVIDIA L4")
