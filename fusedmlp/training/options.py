@@ -265,6 +265,8 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 def _expected(key: str, value: Any, kind: Any) -> str:
     if key in _CHOICES:
         return f"one of {', '.join(_CHOICES[key])}"
+    if isinstance(value, str) and value.strip().lstrip("+-").replace(".", "", 1).isdecimal():
+        return f"{_described(kind)}, without quotes"
     number = isinstance(value, int | float) and not isinstance(value, bool)
     written = f", for Hydra in quotes of its own: {key}='\"{value}\"'" if number and str in _alternatives(kind) else ""
     return _described(kind) + written

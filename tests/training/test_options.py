@@ -55,6 +55,7 @@ def test_the_configs_hold_every_option_and_nothing_else():
         ({"devices": 2}, ("trainer.devices=2", "1")),
         ({"peak_tflops": 0}, ("trainer.peak_tflops=0", "above 0", "null")),
         ({"peak_tflops": "H200"}, ("trainer.peak_tflops=H200", "a number or null")),
+        ({"peak_tflops": "989.5"}, ("trainer.peak_tflops=989.5", "a number or null, without quotes")),
         ({"max_stps": 3}, ("trainer.max_stps", "no such key", "max_steps", "accumulate")),
     ],
 )
