@@ -197,6 +197,8 @@ class Run:
         self.monitor = monitor = Monitor(options, sinks, self._cost(model, options))
         self.checkpoints = checkpoint.Checkpoints(self.folder, options, self.monitor, self.peers, identity)
         steps = options.max_steps - first_step
+        if steps == 1:
+            self.progress.say("warning: throughput is left out, because a single step is all warm-up")
         if not self.peers.is_first:
             profile = dataclasses.replace(profile, tool=None)
         self.profile = Session(profile, self.folder, self.device, steps, lambda: monitor.clock, is_out_of_memory)

@@ -114,6 +114,13 @@ def test_a_second_fit_in_the_process(tmp_path, now):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system has no peak that can be reset")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_one_step_has_no_steady_window_and_that_is_said(tmp_path, now, capsys, steps):
+    train(tmp_path / "run", f"trainer.max_steps={steps}")
+    assert (result(tmp_path / "run")["throughput"] is None) == (steps == 1)
+    assert capsys.readouterr().out.count("warning: throughput is left out") == (steps == 1)
+
+
 def test_the_peak_memory_of_a_run_is_not_that_of_what_was_before_it(tmp_path):
     filled = torch.ones(2**27)  # 0.5 GiB
     before = environment.peak_memory_gib(filled.device)
