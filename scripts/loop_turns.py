@@ -7,6 +7,7 @@ process, all its threads, is taken beside: where the host bounds a step it is mo
 machine are not in it.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -83,35 +84,40 @@ class LogsInTurns(Monitor):
     every.
 
     Attributes:
-        host_ms: what each step's call took the host.
+        calls: of each step the call here, in seconds by the host's clock: when it began and when it ended.
     """
 
     def __init__(self, options: Any, *arguments: Any):
         super().__init__(options, *arguments)
         self._choices = [replace(options, log_every=every) for every in (1, NEVER, NEVER, 1)]
-        self.host_ms: list[float] = []
+        self.calls: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, trainer: Any, task: Any, *rest: Any) -> None:
         self.options = self._choices[(task.steps - 1) // LOG_BLOCK % 4]
         began = time.perf_counter()
         super().on_train_batch_end(trainer, task, *rest)
-        self.host_ms.append(1e3 * (time.perf_counter() - began))
+        self.calls.append((began, time.perf_counter()))
 
-    def block_ms(self) -> float:
-        """What a step of a block took the host on average, with the writing of the rows that are left."""
+    def host_ms(self) -> tuple[float, float]:
+        """What a step of a block took the host: here on average, with the writing of the rows that are left, and
+        elsewhere, the median."""
         began = time.perf_counter()
         self.flush()
-        left_ms = 1e3 * (time.perf_counter() - began)
+        left = time.perf_counter() - began
         # The first is the last of the block before, in whose midst this was asked.
-        taken, self.host_ms = self.host_ms[UNCOUNTED:], []
-        return (sum(taken) + left_ms) / len(taken)
+        calls, self.calls = self.calls, []
+        here = [end - begin for begin, end in calls[UNCOUNTED:]]
+        elsewhere = [begin - before for (_, before), (begin, _) in itertools.pairwise(calls[UNCOUNTED - 1 :])]
+        return 1e3 * (sum(here) + left) / len(here), 1e3 * statistics.median(elsewhere)
 
 
 class Logged(NamedTuple):
-    """What a step of a block took on average, in ms, and how much of it the monitor took the host."""
+    """What a step of a block took on average, how much of it the monitor took the host, both in ms, and the median of
+    what the rest of the loop did."""
 
     ms: float
     host_ms: float
+    rest_ms: float
 
 
 def logged_in_turns(train: Callable[[], object], device: torch.device) -> list[list[Logged]]:
@@ -127,7 +133,7 @@ def logged_in_turns(train: Callable[[], object], device: torch.device) -> list[l
     def between(block: list[Step], cpu_ms: float) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        blocks.append(Logged(_mean(Durations.of(block).step_ms), made[-1].block_ms()))
+        blocks.append(Logged(_mean(Durations.of(block).step_ms), *made[-1].host_ms()))
 
     def make(*arguments: Any) -> LogsInTurns:
         made.append(LogsInTurns(*arguments))
@@ -142,19 +148,35 @@ def logged_in_turns(train: Callable[[], object], device: torch.device) -> list[l
     return [turn[::-1] if i % 2 == 0 else turn for i, turn in enumerate(turns)]
 
 
-def cost_of_logging(turns: Sequence[Sequence[Logged]]) -> dict[str, float | str]:
-    """Steps that are logged over steps that are not, and what the monitor took the host more in them: where the host
-    bounds a step that is the cost, and far less disturbed. Medians over the turns, with their 95 % intervals."""
+def cost_of_logging(turns: Sequence[Sequence[Logged]], host_bound: bool) -> dict[str, float | str | None]:
+    """Steps that are logged over steps that are not; medians over the turns, with their 95 % intervals.
+
+    Where the host bounds a step, twice: the time of the steps, with whatever else the machine did meanwhile, and "host
+    %", which is far less disturbed: what the monitor took on average and, by its median, the rest of the loop, which
+    logging may slow too. Both in a step that is logged over both in one that is not; "of it the monitor %" is the first
+    part alone.
+    """
     ratios = [every.ms / never.ms for every, never in turns]
-    of_host = [1 + (every.host_ms - never.host_ms) / never.ms for every, never in turns]
-    return {
+    found: dict[str, float | str | None] = {
         "never ms": statistics.median(never.ms for _, never in turns),
         "every step ms": statistics.median(every.ms for every, _ in turns),
         "cost %": 100 * (statistics.median(ratios) - 1), "95 % interval": percent(*interval(ratios)),
         "smallest, largest %": percent(min(ratios), max(ratios)),
-        "host us a row": 1e3 * statistics.median(every.host_ms - never.host_ms for every, never in turns),
-        "host %": 100 * (statistics.median(of_host) - 1), "its 95 % interval": percent(*interval(of_host)),
+        "monitor us a row": 1e3 * statistics.median(every.host_ms - never.host_ms for every, never in turns),
+        "host %": None, "its 95 % interval": None, "of it the monitor %": None, "95 % interval of that": None,
     }  # fmt: skip
+    if host_bound:
+        of_never = [never.host_ms + never.rest_ms for _, never in turns]
+        host = [(every.host_ms + every.rest_ms) / took for (every, _), took in zip(turns, of_never, strict=True)]
+        monitor = [
+            1 + (every.host_ms - never.host_ms) / took for (every, never), took in zip(turns, of_never, strict=True)
+        ]
+        found |= {
+            "host %": 100 * (statistics.median(host) - 1), "its 95 % interval": percent(*interval(host)),
+            "of it the monitor %": 100 * (statistics.median(monitor) - 1),
+            "95 % interval of that": percent(*interval(monitor)),
+        }  # fmt: skip
+    return found
 
 
 def compared(turns: Sequence[Sequence[Taken]]) -> dict[str, float | str]:

@@ -54,6 +54,7 @@ def test_logged_and_silent_blocks_alternate(config, tmp_path, monkeypatch):
     found = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
     assert [len(turn) for turn in found] == [2, 2]
     assert all(0 < never.host_ms < every.host_ms < every.ms for every, never in found)
+    assert all(taken.rest_ms > 0 for turn in found for taken in turn)
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     logged = [step for block in (0, 3, 4) for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1)]
@@ -66,8 +67,9 @@ def test_the_logged_block_comes_first_in_every_turn(config, tmp_path, monkeypatc
     # every, never; never, every; every, never; never, every
     steps, host = iter([9.0, 9.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0]), iter([9.0, 9.0, 0.1, 0.4, 0.4, 0.1, 0.1, 0.4])
     monkeypatch.setattr(loop_turns, "_mean", lambda _: next(steps))
-    monkeypatch.setattr(loop_turns.LogsInTurns, "block_ms", lambda _: next(host))
-    assert loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU) == [[(2, 0.4), (1, 0.1)]] * 3
+    monkeypatch.setattr(loop_turns.LogsInTurns, "host_ms", lambda _: (next(host), 0.5))
+    found = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
+    assert found == [[(2, 0.4, 0.5), (1, 0.1, 0.5)]] * 3
 
 
 def test_what_a_block_leaves_to_be_written_is_part_of_it(config, monkeypatch):
@@ -75,17 +77,20 @@ def test_what_a_block_leaves_to_be_written_is_part_of_it(config, monkeypatch):
     block = loop_turns.LogsInTurns(config, [], None)
     now = iter([10.0, 10.05])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    block.host_ms = [100.0, 100.0, 100.0, 1.0, 3.0]
-    assert block.block_ms() == pytest.approx((1 + 3 + 50) / 2)
-    assert block.host_ms == []
+    block.calls = [(1.0, 1.5), (2.0, 2.5), (3.0, 3.5), (3.510, 3.511), (3.523, 3.526), (3.537, 3.539)]
+    assert block.host_ms() == pytest.approx(((1 + 3 + 2 + 50) / 3, 11))
+    assert block.calls == []
 
 
 def test_the_cost_of_logging():
-    turns = [[loop_turns.Logged(1.02 * n, 0.5 * n), loop_turns.Logged(n, 0.2 * n)] for n in range(1, 8)]
-    found = loop_turns.cost_of_logging(turns)
-    assert (found["cost %"], found["host %"]) == pytest.approx((2, 30))
-    assert found["host us a row"] == pytest.approx(1200)
+    logged = loop_turns.Logged
+    turns = [[logged(1.02 * n, 0.05 * n, 0.97 * n), logged(n, 0.02 * n, 0.98 * n)] for n in range(1, 8)]
+    found = loop_turns.cost_of_logging(turns, host_bound=True)
+    assert [found[name] for name in ("cost %", "host %", "of it the monitor %")] == pytest.approx([2, 2, 3])
+    assert found["monitor us a row"] == pytest.approx(120)
     assert (found["never ms"], found["95 % interval"]) == (4, "2.0, 2.0")
+    found = loop_turns.cost_of_logging(turns, host_bound=False)
+    assert (found["cost %"], found["host %"]) == (pytest.approx(2), None)
 
 
 def test_what_others_take_belongs_to_no_step():
