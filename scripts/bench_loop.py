@@ -30,7 +30,7 @@ from arguments import at_least, needs_gpu
 from bare_loop import BareLoop, gemms_alone, optimizer_alone
 from gate_loop import gate
 from hydra import compose, initialize_config_dir
-from loop_turns import BLOCK, LOG_BLOCK, compared, cost_of_logging, in_turns, logged_in_turns
+from loop_turns import BLOCK, TURN, compared, cost_of_logging, in_turns, logged_in_turns
 from omegaconf import OmegaConf
 
 from fusedmlp import impls
@@ -116,11 +116,11 @@ def logging(bench: Bench) -> None:
     """Every step logged against none, in turns of a few steps of one run, eager and captured, for every dim."""
     rows: list[Row] = []
     bench.tables["logging every step against never"] = rows
-    steps = 2 * LOG_BLOCK * (bench.options.turns + 1)
+    steps = TURN * (bench.options.turns + 1) + 1
     for loop, dim in itertools.product(bench.options.loops, bench.options.dims):
-        words = ("impl=native", f"dim={dim}", f"trainer.max_steps={steps}", f"trainer.log_every={LOG_BLOCK}",
+        words = ("impl=native", f"dim={dim}", f"trainer.max_steps={steps}", f"trainer.log_every={steps}",
                  f"trainer.cuda_graph={str(loop == 'captured').lower()}")  # fmt: skip
-        turns = logged_in_turns(partial(bench.ours, *words), bench.device)
+        turns = logged_in_turns(partial(bench.ours, *words))
         cost = cost_of_logging(turns, host_bound=loop == "eager")
         rows.append({"dim": dim, "loop": loop, "turns": len(turns)} | cost | {"goal %": 1})
         bench.write()
@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--dims", nargs="+", type=at_least(1), default=[512, 1024, 2048])
     parser.add_argument("--steps", type=at_least(5), default=100, help="optimizer steps per run")
     parser.add_argument("--turns", type=at_least(2), default=12,
-                        help=f"of {BLOCK} steps in the part overhead, of {LOG_BLOCK} in logging")  # fmt: skip
+                        help=f"of {BLOCK} steps in the part overhead, of {TURN} in logging")  # fmt: skip
     parser.add_argument("--loops", nargs="+", choices=("eager", "captured"), default=["eager", "captured"],
                         help="of the parts overhead and logging")  # fmt: skip
     parser.add_argument("--adamw", nargs="+", choices=("native", "auto"), default=["native", "auto"],

@@ -28,7 +28,8 @@ from fusedmlp.training.throughput import Durations, Step, StepClock
 BLOCK = 20
 NEVER = 10**9  # trainer.log_every
 UNCOUNTED = 3  # steps at the beginning of a block, while nothing is enqueued ahead
-LOG_BLOCK = 2 * BATCH + UNCOUNTED
+SPELL = 8  # steps that are logged, or not, before others are not, or are
+TURN = 8 * BATCH
 
 
 class Taken(NamedTuple):
@@ -41,15 +42,15 @@ class Taken(NamedTuple):
 class BlockClock(StepClock):
     """A clock that calls `between` with the steps of each block and their CPU time in ms, which it then leaves out."""
 
-    def __init__(self, device: torch.device, between: Callable[[list[Step], float], None], length: int = BLOCK):
+    def __init__(self, device: torch.device, between: Callable[[list[Step], float], None]):
         super().__init__(device)
-        self._between, self._block, self._length = between, list[Step](), length
+        self._between, self._block = between, list[Step]()
         self._began = time.process_time()
 
     def tick(self) -> None:
         super().tick()
         self._block.append(self._steps[-1])
-        if len(self._block) == self._length:
+        if len(self._block) == BLOCK:
             block, self._block = self._block, []
             self._between(block, 1e3 * (time.process_time() - self._began))
             self.restart()
@@ -80,8 +81,7 @@ def in_turns(train: Callable[[], object], others: Sequence[BareLoop], device: to
 
 
 class LogsInTurns(Monitor):
-    """Logs every step of a block and none of the next, in the order that slow drifts cancel in: every, never, never,
-    every.
+    """Logs every step of some, none of the next, in the order that drifts cancel in: every, never, never, every.
 
     Attributes:
         calls: of each step the call here, in seconds by the host's clock: when it began and when it ended.
@@ -89,94 +89,98 @@ class LogsInTurns(Monitor):
 
     def __init__(self, options: Any, *arguments: Any):
         super().__init__(options, *arguments)
-        self._choices = [replace(options, log_every=every) for every in (1, NEVER, NEVER, 1)]
+        self._choices = {True: replace(options, log_every=1), False: replace(options, log_every=NEVER)}
         self.calls: list[tuple[float, float]] = []
 
     def on_train_batch_end(self, trainer: Any, task: Any, *rest: Any) -> None:
-        self.options = self._choices[(task.steps - 1) // LOG_BLOCK % 4]
+        self.options = self._choices[is_logged(len(self.calls))]
         began = time.perf_counter()
         super().on_train_batch_end(trainer, task, *rest)
         self.calls.append((began, time.perf_counter()))
 
-    def host_ms(self) -> tuple[float, float]:
-        """What a step of a block took the host: here on average, with the writing of the rows that are left, and
-        elsewhere, the median."""
-        began = time.perf_counter()
-        self.flush()
-        left = time.perf_counter() - began
-        # The first is the last of the block before, in whose midst this was asked.
-        calls, self.calls = self.calls, []
-        here = [end - begin for begin, end in calls[UNCOUNTED:]]
-        elsewhere = [begin - before for (_, before), (begin, _) in itertools.pairwise(calls[UNCOUNTED - 1 :])]
-        return 1e3 * (sum(here) + left) / len(here), 1e3 * statistics.median(elsewhere)
+    def steps(self) -> list["Followed"]:
+        """Of each step but the last: the call at its end, and what followed that."""
+        followed = zip(itertools.pairwise(self.calls), self._durations.step_ms[1:], strict=True)
+        return [
+            Followed(1e3 * (end - begin), 1e3 * (next_one - end), step_ms)
+            for ((begin, end), (next_one, _)), step_ms in followed
+        ]
 
 
-class Logged(NamedTuple):
-    """What a step of a block took on average, how much of it the monitor took the host, both in ms, and the median of
-    what the rest of the loop did."""
+class Followed(NamedTuple):
+    """What the monitor took the host at the end of a step, what the host did from then to the end of the next, and how
+    long that was: all in ms, the last by the clock of the device."""
 
-    ms: float
-    host_ms: float
+    monitor_ms: float
     rest_ms: float
+    step_ms: float
 
 
-def logged_in_turns(train: Callable[[], object], device: torch.device) -> list[list[Logged]]:
-    """What a step took in each turn: logged, then not.
+def is_logged(step: int) -> bool:
+    """Whether a step is, counted from 0."""
+    return step // SPELL % 4 in (0, 3)
+
+
+def logged_in_turns(train: Callable[[], object]) -> list[list[Followed]]:
+    """The steps of each turn.
 
     Args:
-        train: runs our loop for twice LOG_BLOCK times as many steps as there shall be turns, and two blocks more, which
-            do not count.
+        train: runs our loop for TURN times as many steps as there shall be turns, and TURN + 1 more, which do not
+            count.
     """
-    blocks: list[Logged] = []
     made: list[LogsInTurns] = []
-
-    def between(block: list[Step], cpu_ms: float) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        blocks.append(Logged(_mean(Durations.of(block).step_ms), *made[-1].host_ms()))
 
     def make(*arguments: Any) -> LogsInTurns:
         made.append(LogsInTurns(*arguments))
         return made[-1]
 
-    with (
-        mock.patch.object(monitor, "StepClock", partial(BlockClock, between=between, length=LOG_BLOCK)),
-        mock.patch.object(run, "Monitor", make),
-    ):
+    with mock.patch.object(run, "Monitor", make):
         train()
-    turns = [blocks[i : i + 2] for i in range(2, len(blocks), 2)]
-    return [turn[::-1] if i % 2 == 0 else turn for i, turn in enumerate(turns)]
+    steps = made[-1].steps()
+    return [steps[i : i + TURN] for i in range(TURN, len(steps), TURN)]
 
 
-def cost_of_logging(turns: Sequence[Sequence[Logged]], host_bound: bool) -> dict[str, float | str | None]:
-    """Steps that are logged over steps that are not; medians over the turns, with their 95 % intervals.
+def cost_of_logging(turns: Sequence[Sequence[Followed]], host_bound: bool) -> dict[str, float | str | None]:
+    """What a step that is logged takes longer than one that is not, with 95 % intervals.
 
-    Where the host bounds a step, twice: the time of the steps, with whatever else the machine did meanwhile, and "host
-    %", which is far less disturbed: what the monitor took on average and, by its median, the rest of the loop, which
-    logging may slow too. Both in a step that is logged over both in one that is not; "of it the monitor %" is the first
-    part alone.
+    Where the device bounds a step, from the time of its steps. Where the host does, the sum of two parts, because rows
+    are written some steps after those that they are of: what the monitor takes the host, beyond what it does in any
+    step, and how much longer the rest of the loop takes after a step that is logged.
     """
-    ratios = [every.ms / never.ms for every, never in turns]
-    found: dict[str, float | str | None] = {
-        "never ms": statistics.median(never.ms for _, never in turns),
-        "every step ms": statistics.median(every.ms for every, _ in turns),
-        "cost %": 100 * (statistics.median(ratios) - 1), "95 % interval": percent(*interval(ratios)),
-        "smallest, largest %": percent(min(ratios), max(ratios)),
-        "monitor us a row": 1e3 * statistics.median(every.host_ms - never.host_ms for every, never in turns),
-        "host %": None, "its 95 % interval": None, "of it the monitor %": None, "95 % interval of that": None,
-    }  # fmt: skip
-    if host_bound:
-        of_never = [never.host_ms + never.rest_ms for _, never in turns]
-        host = [(every.host_ms + every.rest_ms) / took for (every, _), took in zip(turns, of_never, strict=True)]
-        monitor = [
-            1 + (every.host_ms - never.host_ms) / took for (every, never), took in zip(turns, of_never, strict=True)
-        ]
-        found |= {
-            "host %": 100 * (statistics.median(host) - 1), "its 95 % interval": percent(*interval(host)),
-            "of it the monitor %": 100 * (statistics.median(monitor) - 1),
-            "95 % interval of that": percent(*interval(monitor)),
-        }  # fmt: skip
-    return found
+    usual_ms = statistics.median(step.monitor_ms for turn in turns for step in _chosen(turn, False))
+    rows_ms = [sum(step.monitor_ms - usual_ms for step in turn) / len(_chosen(turn, True)) for turn in turns]
+    found: dict[str, float | str | None] = {"monitor us a row": 1e3 * statistics.median(rows_ms)}
+    if not host_bound:
+        never_ms, every_ms = (
+            [statistics.mean(step.step_ms for step in _chosen(turn, logged)) for turn in turns]
+            for logged in (False, True)
+        )
+        cost = _median([every / never for never, every in zip(never_ms, every_ms, strict=True)])
+    else:
+        # Medians of few steps: what disturbs one of them does not count, nor what slows the machine for longer.
+        rounds = [turn[i : i + 4 * SPELL] for turn in turns for i in range(0, len(turn), 4 * SPELL)]
+        never_ms, every_ms = (
+            [usual_ms + statistics.median(step.rest_ms for step in _chosen(steps, logged)) for steps in rounds]
+            for logged in (False, True)
+        )
+        monitor = _median([1 + row_ms / statistics.median(never_ms) for row_ms in rows_ms])
+        rest = _median([every / never for never, every in zip(never_ms, every_ms, strict=True)])
+        cost = [a + b - 1 for a, b in zip(rest, monitor, strict=True)]
+        for name, part in {"the monitor": monitor, "the rest": rest}.items():
+            found |= {f"{name} %": 100 * (part[0] - 1), f"interval of {name}": percent(*part[1:])}
+    return {
+        "never ms": statistics.median(never_ms), "cost %": 100 * (cost[0] - 1), "95 % interval": percent(*cost[1:]),
+    } | found  # fmt: skip
+
+
+def _chosen(steps: Sequence[Followed], logged: bool) -> list[Followed]:
+    """Those that are logged, or those that are not, of steps that begin a turn or a round of spells."""
+    return [step for i, step in enumerate(steps) if is_logged(i) == logged]
+
+
+def _median(values: Sequence[float]) -> list[float]:
+    """With the ends of its interval."""
+    return [statistics.median(values), *interval(values)]
 
 
 def compared(turns: Sequence[Sequence[Taken]]) -> dict[str, float | str]:

@@ -48,49 +48,52 @@ def test_ours_and_bare_blocks_alternate(config, tmp_path):
     assert (ending.status, result.fields["steps"]) == ("completed", 4 * BLOCK)
 
 
-def test_logged_and_silent_blocks_alternate(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop_turns, "LOG_BLOCK", BLOCK)
-    config.trainer.max_steps = 6 * BLOCK
-    found = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
-    assert [len(turn) for turn in found] == [2, 2]
-    assert all(0 < never.host_ms < every.host_ms < every.ms for every, never in found)
-    assert all(taken.rest_ms > 0 for turn in found for taken in turn)
+def test_steps_are_logged_and_not_in_turns(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_turns, "SPELL", 2)
+    monkeypatch.setattr(loop_turns, "TURN", 16)
+    config.trainer.max_steps = 3 * 16 + 1
+    config.trainer.log_every = 3 * 16 + 1
+    found = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []))
+    assert [len(turn) for turn in found] == [16, 16]
+    assert all(0 < ms < 1e5 for turn in found for step in turn for ms in step)
     with open(tmp_path / "run" / "metrics.csv", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
-    logged = [step for block in (0, 3, 4) for step in range(block * BLOCK + 1, (block + 1) * BLOCK + 1)]
-    assert steps == [*logged, 6 * BLOCK]
+    assert steps[:8] == [1, 2, 7, 8, 9, 10, 15, 16]
+    assert len(steps) == 3 * 8 + 1
 
 
-def test_the_logged_block_comes_first_in_every_turn(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop_turns, "LOG_BLOCK", 5)
-    config.trainer.max_steps = 8 * 5
-    # every, never; never, every; every, never; never, every
-    steps, host = iter([9.0, 9.0, 1.0, 2.0, 2.0, 1.0, 1.0, 2.0]), iter([9.0, 9.0, 0.1, 0.4, 0.4, 0.1, 0.1, 0.4])
-    monkeypatch.setattr(loop_turns, "_mean", lambda _: next(steps))
-    monkeypatch.setattr(loop_turns.LogsInTurns, "host_ms", lambda _: (next(host), 0.5))
-    found = loop_turns.logged_in_turns(lambda: run(config, tmp_path / "run", []), CPU)
-    assert found == [[(2, 0.4, 0.5), (1, 0.1, 0.5)]] * 3
+def test_each_step_is_followed_by_the_next(config):
+    options = build("trainer", OmegaConf.to_container(config.trainer), TrainerOptions)
+    monitor = loop_turns.LogsInTurns(options, [], None)
+    monitor.calls = [(1.0, 1.25), (2.0, 2.5), (3.0, 3.0)]
+    monitor._durations.step_ms = [1.0, 2.0, 3.0]
+    assert monitor.steps() == [(250, 750, 2), (500, 500, 3)]
 
 
-def test_what_a_block_leaves_to_be_written_is_part_of_it(config, monkeypatch):
-    config = build("trainer", OmegaConf.to_container(config.trainer), TrainerOptions)
-    block = loop_turns.LogsInTurns(config, [], None)
-    now = iter([10.0, 10.05])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    block.calls = [(1.0, 1.5), (2.0, 2.5), (3.0, 3.5), (3.510, 3.511), (3.523, 3.526), (3.537, 3.539)]
-    assert block.host_ms() == pytest.approx(((1 + 3 + 2 + 50) / 3, 11))
-    assert block.calls == []
+def turns_of(every, never, writes=0.0):
+    """Four turns of two rounds each; rows are written in a step that is not logged."""
+    taken = [every if loop_turns.is_logged(i) else never for i in range(8 * loop_turns.SPELL)]
+    taken[loop_turns.SPELL] = never._replace(monitor_ms=never.monitor_ms + writes)
+    return [taken] * 4
 
 
-def test_the_cost_of_logging():
-    logged = loop_turns.Logged
-    turns = [[logged(1.02 * n, 0.05 * n, 0.97 * n), logged(n, 0.02 * n, 0.98 * n)] for n in range(1, 8)]
-    found = loop_turns.cost_of_logging(turns, host_bound=True)
-    assert [found[name] for name in ("cost %", "host %", "of it the monitor %")] == pytest.approx([2, 2, 3])
-    assert found["monitor us a row"] == pytest.approx(120)
-    assert (found["never ms"], found["95 % interval"]) == (4, "2.0, 2.0")
-    found = loop_turns.cost_of_logging(turns, host_bound=False)
-    assert (found["cost %"], found["host %"]) == (pytest.approx(2), None)
+def test_the_cost_of_logging_where_the_host_bounds_a_step():
+    followed = loop_turns.Followed
+    found = loop_turns.cost_of_logging(turns_of(followed(0.3, 10.1, 0), followed(0.1, 10.0, 0), writes=3.2), True)
+    # The 3.2 ms are for as many rows as a turn has.
+    assert found["monitor us a row"] == pytest.approx(200 + 3200 / (4 * loop_turns.SPELL))
+    assert found["never ms"] == pytest.approx(10.1)
+    assert (found["the rest %"], found["the monitor %"]) == pytest.approx((10 / 10.1, 30 / 10.1))
+    assert found["cost %"] == pytest.approx(40 / 10.1)
+    assert (found["95 % interval"], found["interval of the rest"]) == ("4.0, 4.0", "1.0, 1.0")
+
+
+def test_the_cost_of_logging_where_the_device_bounds_a_step():
+    followed = loop_turns.Followed
+    found = loop_turns.cost_of_logging(turns_of(followed(0.3, 5, 2.02), followed(0.1, 7, 2.0)), False)
+    assert (found["never ms"], found["cost %"]) == pytest.approx((2, 1))
+    assert (found["monitor us a row"], found["95 % interval"]) == (pytest.approx(200), "1.0, 1.0")
+    assert "the rest %" not in found
 
 
 def test_what_others_take_belongs_to_no_step():
