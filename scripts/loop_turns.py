@@ -150,6 +150,7 @@ def cost_of_logging(turns: Sequence[Sequence[Followed]], host_bound: bool) -> di
     usual_ms = statistics.median(step.monitor_ms for turn in turns for step in _chosen(turn, False))
     rows_ms = [sum(step.monitor_ms - usual_ms for step in turn) / len(_chosen(turn, True)) for turn in turns]
     found: dict[str, float | str | None] = {"monitor us a row": 1e3 * statistics.median(rows_ms)}
+    parts: dict[str, list[float]] = {"the monitor": [], "the rest": []}
     if not host_bound:
         never_ms, every_ms = (
             [statistics.mean(step.step_ms for step in _chosen(turn, logged)) for turn in turns]
@@ -163,11 +164,12 @@ def cost_of_logging(turns: Sequence[Sequence[Followed]], host_bound: bool) -> di
             [usual_ms + statistics.median(step.rest_ms for step in _chosen(steps, logged)) for steps in rounds]
             for logged in (False, True)
         )
-        monitor = _median([1 + row_ms / statistics.median(never_ms) for row_ms in rows_ms])
-        rest = _median([every / never for never, every in zip(never_ms, every_ms, strict=True)])
-        cost = [a + b - 1 for a, b in zip(rest, monitor, strict=True)]
-        for name, part in {"the monitor": monitor, "the rest": rest}.items():
-            found |= {f"{name} %": 100 * (part[0] - 1), f"interval of {name}": percent(*part[1:])}
+        parts["the monitor"] = _median([1 + row_ms / statistics.median(never_ms) for row_ms in rows_ms])
+        parts["the rest"] = _median([every / never for never, every in zip(never_ms, every_ms, strict=True)])
+        cost = [sum(part) - 1 for part in zip(*parts.values(), strict=True)]
+    for name, part in parts.items():
+        found[f"{name} %"] = 100 * (part[0] - 1) if part else None
+        found[f"interval of {name}"] = percent(*part[1:]) if part else None
     return {
         "never ms": statistics.median(never_ms), "cost %": 100 * (cost[0] - 1), "95 % interval": percent(*cost[1:]),
     } | found  # fmt: skip

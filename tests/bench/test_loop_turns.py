@@ -93,7 +93,10 @@ def test_the_cost_of_logging_where_the_device_bounds_a_step():
     found = loop_turns.cost_of_logging(turns_of(followed(0.3, 5, 2.02), followed(0.1, 7, 2.0)), False)
     assert (found["never ms"], found["cost %"]) == pytest.approx((2, 1))
     assert (found["monitor us a row"], found["95 % interval"]) == (pytest.approx(200), "1.0, 1.0")
-    assert "the rest %" not in found
+    # Rows of one table.
+    of_host = loop_turns.cost_of_logging(turns_of(followed(0.3, 5, 2.02), followed(0.1, 7, 2.0)), True)
+    assert list(found) == list(of_host)
+    assert found["the rest %"] is None
 
 
 def test_what_others_take_belongs_to_no_step():
