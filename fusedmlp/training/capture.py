@@ -176,6 +176,7 @@ class StepCapture:
         self.step.make_capturable()
         calls = self.step.backward, self.step.apply, self.step.plain
         self.step.use_plain_calls()
+        reason = None
         try:
             for first, last in _kinds(self.step.accumulate):
                 self._recorded[first, last] = self._graphs.record(functools.partial(self._record, last))
@@ -184,10 +185,15 @@ class StepCapture:
             self.captured = True
         except Exception as error:
             self.step.backward, self.step.apply, self.step.plain = calls
-            self._refuse(in_words(error), error)
+            reason = in_words(error)
+            if self.requested is True:
+                self._refuse(reason, error)
         finally:
             # The memory of the gradients belongs to the graphs.
             self.step.free_gradients()
+        if reason is not None:
+            # Not before the error has gone: its frames hold what was being recorded.
+            self._refuse(reason)
         self.capture_s = perf_counter() - began
         self.on_captured()
 

@@ -112,6 +112,8 @@ class CudaGraphs:
                 raise failure from None
             raise
         finally:
+            # This frame and the error would keep each other alive, and with them what was being recorded.
+            failure = None
             torch.clear_autocast_cache()
         return graph
 
@@ -124,6 +126,10 @@ class CudaGraphs:
         gc.collect()
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
+        # A model that keeps its last output keeps autograd's nodes of the warm-up. They add gradients on the stream of
+        # that, for which autograd waits: no harm, but PyTorch 2.10 and newer warn.
+        with suppress(AttributeError):
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 
 @contextmanager

@@ -522,6 +522,40 @@ def test_a_failed_recording_gives_the_random_numbers_back(recorder):
     assert generator.state == {"offset": 8, "recorded": False}
 
 
+class Recorded:
+    """What the frames of a recording hold: in the end autograd's graph, with the memory of all it saved."""
+
+
+def test_a_failed_recording_keeps_nothing_of_what_it_recorded(recorder, monkeypatch):
+    graphs, _ = recorder
+    alive = []
+
+    def fails():
+        output = Recorded()
+        alive.append(weakref.ref(output))
+        raise ZeroDivisionError
+
+    gc.disable()
+    with contextlib.suppress(ZeroDivisionError):
+        graphs.record(fails)
+    gc.enable()
+    assert alive[0]() is None
+
+
+def test_what_a_failed_recording_held_is_free_before_the_memory_is(tmp_path, graphs, monkeypatch):
+    held, when_freed = [], []
+
+    def record(self, function):
+        output = Recorded()
+        held.append(weakref.ref(output))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(FakeGraphs, "record", record)
+    monkeypatch.setattr(FakeGraphs, "give_up", lambda _: when_freed.append(held[0]()))
+    assert train(tmp_path / "run", "trainer.max_steps=6", "trainer.cuda_graph=auto").status == "completed"
+    assert when_freed == [None]
+
+
 def test_a_thread_that_fetches_batches_may_wait_and_autograds_may_not(recorder, monkeypatch):
     graphs, _ = recorder
     modes, found, waited = [], [], threading.Event()
