@@ -19,7 +19,7 @@ COLUMNS = (
     "throughput/tokens_per_s",  # tokens that the loss is taken over
     "throughput/tflops_per_s",  # by the model's analytic count, the same for every impl
     "throughput/mfu_percent",  # of the device's dense peak; empty where that is not known
-    "memory/peak_gib",  # allocated on the GPU; on a CPU, resident in the process; a quarter of a second old at most
+    "memory/peak_gib",  # allocated on the GPU; on a CPU, resident in the process; half a second old at most
 )
 
 

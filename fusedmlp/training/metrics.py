@@ -19,9 +19,10 @@ from torch import Tensor
 
 from fusedmlp.training.readings import Reading, Slot, Transfer
 
-# Readings that are sent together at most, and how long the first of them waits for the others.
+# Readings that are sent together at most, and how long the first of them waits for the others: the progress is
+# not shown more often either.
 BATCH = 32
-BATCH_S = 0.25
+BATCH_S = 0.5
 
 
 class DeviceMetrics:

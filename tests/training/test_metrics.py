@@ -134,6 +134,7 @@ def test_readings_sent_together_say_what_each_alone_would(seed, stays, monkeypat
 def test_readings_are_sent_when_there_are_enough_or_they_come_slowly_or_one_has_waited(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("fusedmlp.training.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("fusedmlp.training.metrics.BATCH_S", 0.25)
     metrics, found = DeviceMetrics(("a",), CPU, batch=4), []
 
     def sent_after(seconds):
