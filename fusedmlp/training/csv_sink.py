@@ -38,7 +38,7 @@ class CsvSink:
         with self._named():
             self._writer.writerow(row)
 
-    def tick(self, step: int) -> None:
+    def tick(self, step: int, pause: bool = False) -> None:
         if self._waiting:
             self._waiting = False
             with self._named():

@@ -33,12 +33,13 @@ EARLY_STEPS = 5
 class Sink(Protocol):
     """Takes rows as they arrive. `write` gets at least "step".
 
-    `tick` is called after every optimizer step, and before validation and a checkpoint: then the rows are to be seen.
+    `tick` is called after every optimizer step and, with `pause`, where validation or a checkpoint begins: what was
+    written is to be seen then.
     """
 
     def write(self, row: Row) -> None: ...
 
-    def tick(self, step: int) -> None: ...
+    def tick(self, step: int, pause: bool = False) -> None: ...
 
 
 class Pending(NamedTuple):
@@ -115,21 +116,21 @@ class Monitor(Callback):
             self._write_arrived()
         self._tick(step)
 
-    def _tick(self, step: int) -> None:
+    def _tick(self, step: int, pause: bool = False) -> None:
         for sink in self.sinks:
-            sink.tick(step)
+            sink.tick(step, pause)
 
     def on_validation_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self.clock.pause()
         # Rows are not to wait until it has ended, on the device or in a sink.
         task.train_metrics.send()
         self._write_arrived()
-        self._tick(task.steps)
+        self._tick(task.steps, pause=True)
 
     def on_validation_batch_end(self, trainer: Trainer, task: LanguageModelTask, *_: Any) -> None:  # type: ignore[override]
         if self._pending:
             self._write_arrived()
-            self._tick(task.steps)
+            self._tick(task.steps, pause=True)
 
     def on_validation_end(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
         self._pending.append(Pending(trainer.global_step, task.val_metrics.read(), time.perf_counter()))
@@ -182,7 +183,7 @@ class Monitor(Callback):
         if task.samples > self._samples:
             self._request(step, task)
         self.flush()
-        self._tick(step)
+        self._tick(step, pause=True)
 
     def request_rest(self, task: LanguageModelTask) -> None:
         """Requests what there is since the last row, of a run that broke off: its finished steps.

@@ -18,7 +18,7 @@ class Progress(Protocol):
 
     def write(self, row: dict[str, float]) -> None: ...
 
-    def tick(self, step: int) -> None: ...
+    def tick(self, step: int, pause: bool = False) -> None: ...
 
     def say(self, line: str) -> None: ...
 
@@ -36,7 +36,7 @@ class NoProgress:
 
     def write(self, row: dict[str, float]) -> None: ...
 
-    def tick(self, step: int) -> None: ...
+    def tick(self, step: int, pause: bool = False) -> None: ...
 
     def say(self, line: str) -> None: ...
 
@@ -96,8 +96,8 @@ class PlainProgress:
             print(self._status.line(row.get("time/elapsed_s")))
             self._waiting = True
 
-    def tick(self, step: int) -> None:
-        if self._waiting and time.monotonic() - self._sent >= REFRESH_S:
+    def tick(self, step: int, pause: bool = False) -> None:
+        if self._waiting and (pause or time.monotonic() - self._sent >= REFRESH_S):
             self.close()
 
     def say(self, line: str) -> None:
@@ -127,10 +127,10 @@ class LiveProgress:
         else:
             self._status.row = row
 
-    def tick(self, step: int) -> None:
+    def tick(self, step: int, pause: bool = False) -> None:
         self._status.step = step
         now = time.monotonic()
-        if now - self._drawn >= REFRESH_S or step == self._status.max_steps:
+        if pause or now - self._drawn >= REFRESH_S or step == self._status.max_steps:
             self._drawn = now
             self._draw()
 

@@ -70,7 +70,7 @@ class WandbSink:
     def write(self, row: dict[str, float]) -> None:
         self._call("log", dict(row))
 
-    def tick(self, step: int) -> None:
+    def tick(self, step: int, pause: bool = False) -> None:
         pass
 
     def attach(self, file: Path) -> None:

@@ -120,3 +120,12 @@ def test_rows_are_in_the_file_with_the_step_that_they_come_in(tmp_path):
     with open(tmp_path / "metrics.csv", newline="") as file:
         assert [row["lr"] for row in csv.DictReader(file)] == ["0.5"]
     sink.close()
+
+
+def test_validation_and_checkpoints_are_pauses(tmp_path, monkeypatch):
+    ticks = []
+    monkeypatch.setattr(CsvSink, "tick", lambda self, step, pause=False: ticks.append((step, pause)))
+    every = ("trainer.val_every=2", "trainer.checkpoint_every=3", "trainer.checkpoint=true")
+    assert train(tmp_path / "run", "trainer.max_steps=4", *every).status == "completed"
+    assert [(step, False) for step in range(1, 5)] == [tick for tick in ticks if not tick[1]]
+    assert {step for step, pause in ticks if pause} == {2, 3, 4}

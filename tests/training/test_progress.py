@@ -34,6 +34,19 @@ def test_a_pipe_gets_a_line_per_row(now, capsys):
     ]
 
 
+def test_a_pipe_gets_all_lines_before_a_pause(now, monkeypatch):
+    pipe = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe))
+    shown = PlainProgress()
+    shown.begin(0, 1000)
+    now[0], lines = 10.0, []
+    for step, pause in ((50, False), (51, False), (51, True)):
+        shown.write(ROW)
+        shown.tick(step, pause)
+        lines.append(pipe.getvalue().count(b"loss"))
+    assert lines == [1, 1, 3]
+
+
 @pytest.mark.parametrize(
     ("tflops", "mfu", "text"),
     [
@@ -84,6 +97,17 @@ def test_a_terminal_gets_one_line_that_changes(now):
     assert steps[-1] == 100
     assert "loss 2.500   12,346 tokens/s   0:00 left   3.2 ms/step" in out.getvalue()
     assert out.getvalue().count("validation") == 1
+
+
+def test_a_terminal_shows_the_step_of_a_pause(now):
+    out = io.StringIO()
+    shown = LiveProgress(Console(file=out, force_terminal=True, width=120))
+    shown.begin(0, 100)
+    now[0] = 10.0
+    for step, pause in ((1, False), (2, False), (3, True)):
+        shown.tick(step, pause)
+    assert re.findall(r"step +(\d+)/100", out.getvalue())[-2:] == ["1", "3"]
+    shown.close()
 
 
 def test_a_line_of_its_own_is_followed_by_the_step_of_the_moment(now):
