@@ -90,7 +90,7 @@ def guard() -> tuple[Any, Any]:
         if getattr(sys, name) is None:  # closed by whoever started this (`>&-`)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the whole process
         stream = getattr(sys, name)
-        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
         setattr(sys, name, Stream(stream))
         streams.append(stream)

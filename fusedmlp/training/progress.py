@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -26,7 +26,9 @@ class Progress(Protocol):
 
 
 def make_progress() -> Progress:
-    return LiveProgress(Console()) if sys.stdout.isatty() else PlainProgress()
+    console = Console()
+    # A dumb terminal cannot redraw a line: rich would show nothing but the last one.
+    return LiveProgress(console) if sys.stdout.isatty() and not console.is_dumb_terminal else PlainProgress()
 
 
 class NoProgress:
@@ -136,7 +138,9 @@ class LiveProgress:
 
     def _draw(self) -> None:
         if self._live is not None:
-            self._live.update(Text(self._status.line(), no_wrap=True, overflow="ellipsis"), refresh=True)
+            # An ellipsis that has to be written as \u2026 would be wider than the terminal.
+            overflow: Any = "crop" if self._console.options.ascii_only else "ellipsis"
+            self._live.update(Text(self._status.line(), no_wrap=True, overflow=overflow), refresh=True)
 
     def say(self, line: str) -> None:
         # The console repeats the live line as it was drawn last below.

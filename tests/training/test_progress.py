@@ -136,11 +136,29 @@ def test_a_narrow_terminal_keeps_one_line_and_its_beginning(now):
     shown.close()
 
 
+def test_a_terminal_without_an_ellipsis_gets_a_line_of_its_width(now):
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="latin-1", errors="backslashreplace")
+    shown = LiveProgress(Console(file=out, force_terminal=True, width=40))
+    shown.begin(0, 100)
+    shown.write(ROW)
+    now[0] = 10.0
+    shown.tick(50)
+    out.flush()
+    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", raw.getvalue().decode("latin-1")).strip()
+    assert line == "step  50/100   loss 2.500   12,346 token"
+    shown.close()
+
+
 def test_which_one_depends_on_the_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stdout.isatty", lambda: False)
     assert isinstance(make_progress(), PlainProgress)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert isinstance(make_progress(), LiveProgress)
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_progress(), PlainProgress), "which cannot draw over a line"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (86400, "24:00:00")])

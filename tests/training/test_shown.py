@@ -59,6 +59,15 @@ def test_a_reader_that_leaves_hangs_up_once(hang_up):
         Stream(Breaking(errno.EPIPE)).write("nothing is under way")
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_what_the_encoding_does_not_have_is_escaped(errors, monkeypatch):
+    raw = io.BytesIO()
+    # Of the C locale, stdout escapes bytes of file names and raises for all else.
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors=errors))
+    assert exit_code(lambda: print("é \udce9 …") or 0) == 0
+    assert raw.getvalue() == rb"\xe9 \udce9 \u2026" + b"\n"
+
+
 @fits
 def test_a_run_whose_reader_leaves_stops_with_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Stream(Breaking(errno.EPIPE, takes=7)))
