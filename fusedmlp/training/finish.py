@@ -110,13 +110,13 @@ class Finish:
         assert run.task is not None
         try:
             if run.peers.lost:
-                monitor.give_up()
+                _write_all(monitor.give_up)
             else:
-                _flush(monitor)
+                _write_all(monitor.flush)
                 if not run.peers.several:
                     # Several ranks would have to ask for it together.
                     monitor.request_rest(run.task)
-                    _flush(monitor)
+                    _write_all(monitor.flush)
         except Exception:
             # The run has its ending already; after a GPU error or on a full disk this cannot be had.
             log.warning("the last metrics are lost", exc_info=True)
@@ -157,10 +157,10 @@ class Finish:
         )
 
 
-def _flush(monitor: Monitor) -> None:
+def _write_all(write: Callable[[], None]) -> None:
     """Writes all rows. One that is not finite, or that a sink refuses, stops a run, and this one has ended."""
     while True:
         try:
-            return monitor.flush()
+            return write()
         except (Diverged, OSError) as error:
             log.info("%s", error)

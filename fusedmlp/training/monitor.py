@@ -172,11 +172,12 @@ class Monitor(Callback):
         self._early, self.early_loss = None, reading.means().get("train/loss")
 
     def give_up(self) -> None:
-        """Writes the rows that have arrived; what they wait for may never come."""
-        try:
-            self._write_arrived()
-        finally:
-            self._pending.clear()
+        """Writes the rows that have arrived, and forgets the others: what they wait for may never come.
+
+        Raises: Diverged, with those that follow still to be written.
+        """
+        self._write_arrived()
+        self._pending.clear()
 
     def settle(self, step: int, task: LanguageModelTask) -> None:
         """Requests and writes what there is up to `step`, so that its state is known to be finite. Raises: Diverged."""

@@ -13,6 +13,7 @@ from fusedmlp.training import monitor
 from fusedmlp.training.checkpoint import Checkpoints
 from fusedmlp.training.csv_sink import CsvSink
 from fusedmlp.training.monitor import Monitor
+from fusedmlp.training.peers import Peers
 from fusedmlp.training.task import LanguageModelTask
 
 pytestmark = fits
@@ -80,8 +81,11 @@ def test_rows_are_in_the_file_before_a_checkpoint_or_validation(tmp_path, writte
     assert (found[0], found[-1]) == ([1, 2, 3], [1, 2, 3, 4])
 
 
-def test_a_loss_that_was_nan_stops_the_run_with_its_batch(tmp_path, written, monkeypatch):
+@pytest.mark.parametrize("lost", [False, True], ids=["alone", "a-rank-is-missing"])
+def test_a_loss_that_was_nan_stops_the_run_with_its_batch(tmp_path, written, monkeypatch, lost):
     poison_loss(monkeypatch, micro_batch=3)
+    # As on several ranks, of which one that diverges says so before it finishes.
+    monkeypatch.setattr(Peers, "lost", lost)
     ending = train(tmp_path / "run", "trainer.max_steps=20", "trainer.checkpoint=false")
     assert "at step 3" in ending.reason
     assert [int(row["step"]) for row in rows(tmp_path / "run")] == [*range(1, 9)]
