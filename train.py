@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fusedmlp.profiling.relaunch import relaunch
+from fusedmlp.signals import Signals
 from fusedmlp.sweep import outcome, plugin
 from fusedmlp.sweep.command import job_command
 from fusedmlp.sweep.job import GROUP, PARENT, join_sweep, wait_until_let_go
@@ -56,8 +57,7 @@ def main(cfg: DictConfig) -> None:
             return jobs.ended_under(code)
     name = group if sweep is None else "-".join(sweep.parts[-2:])
     folder, overrides = Path(job.runtime.output_dir), list(job.overrides.task)
-    place = find(cfg.trainer)
-    if isinstance(place, Start):
+    if isinstance(place := find(cfg.trainer), Start):
         config: Any = HydraConfig.instance().cfg
         number = 0 if OmegaConf.is_missing(job.job, "num") else job.job.num
         shared = {PARENT: str(os.getpid())} | ({GROUP: name} if name else {})
@@ -69,8 +69,9 @@ def main(cfg: DictConfig) -> None:
     # Here, because it imports Lightning, which takes seconds that a process which only starts others need not wait.
     from fusedmlp.training.run import run
 
-    result, ending = run(cfg, folder, overrides, name, place)
-    return jobs.ended(result, ending) if place.rank == 0 else jobs.ended_under(ending.exit_code)
+    with Signals(held=place.world_size > 1):
+        result, ending = run(cfg, folder, overrides, name, place)
+        return jobs.ended(result, ending) if place.rank == 0 else jobs.ended_under(ending.exit_code)
 
 
 if __name__ == "__main__":

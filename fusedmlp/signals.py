@@ -12,14 +12,21 @@ def stop_signals() -> tuple[int, ...]:
 
 
 class Signals:
-    """Collects these signals in `received` while it is the active context, instead of ending the process."""
+    """Collects these signals in `received` while it is the active context, instead of ending the process.
 
-    def __init__(self) -> None:
+    torchrun and srun send them to all ranks as soon as one has failed, and the first one is still to tell of it.
+
+    Args:
+        held: False: it does nothing.
+    """
+
+    def __init__(self, held: bool = True) -> None:
+        self.held = held
         self.received: list[int] = []
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
-        for number in stop_signals():
+        for number in stop_signals() if self.held else ():
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

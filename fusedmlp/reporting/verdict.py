@@ -44,8 +44,10 @@ def judge(group: Group) -> Verdict:
         named = ", ".join(f"{cell.impl} ({_median(cell):.3g} ms)" for cell in wrong)
         text += f"; left out, because the final loss is not native's: {named}"
     left = [cell.impl for cell in others if cell not in wrong and cell.pending]
-    failed = [cell.impl for cell in others if cell not in wrong and not cell.pending]
+    untimed = [cell.impl for cell in others if cell not in wrong and not cell.pending and cell.completed]
+    failed = [cell.impl for cell in others if not cell.pending and not cell.completed]
     text += f"; still to come: {', '.join(left)}" if left else ""
+    text += f"; too few steps to time: {', '.join(untimed)}" if untimed else ""
     text += f"; did not complete: {', '.join(failed)}" if failed else ""
     return Verdict(winner, f"{title(group.setting)}: {text}.")
 

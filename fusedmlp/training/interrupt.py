@@ -30,6 +30,7 @@ class StopRequests:
     Attributes:
         deferred: whether the first signal may wait for the end of a step; before the loop runs it stops at once.
         received: the signal that waits, or None.
+        notice: what the user is told when a signal waits, if anything.
         at_once_s: signals that come within so many seconds of another are one, where a terminal sends Ctrl-C to every
             process of the run and the one that started them hands it on besides.
     """
@@ -37,6 +38,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.deferred = False
         self.received: int | None = None
+        self.notice = "stopping after this step; once more to stop at once"
         self.at_once_s = 0.0
         self._last = -float("inf")
         self._previous: dict[int, Any] = {}
@@ -67,6 +69,8 @@ class StopRequests:
             self.received, self.deferred = None, True
             raise Interrupted(signum)
         self.received = signum
+        if not self.notice:
+            return
         # Not print: a handler may run in the middle of another print.
         with suppress(OSError):  # closed, or gone with the terminal
-            os.write(2, b"\nstopping after this step; once more to stop at once\n")
+            os.write(2, f"\n{self.notice}\n".encode())

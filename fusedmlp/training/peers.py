@@ -52,6 +52,8 @@ class Peers:
         self.place, self.stop = place, stop
         self.timeout_s = 300.0
         stop.at_once_s = 1.0 if self.several else 0.0
+        if not self.is_first:
+            stop.notice = ""
         # Rank 0, when it is told to end and cannot: writes what there is, before the process is ended.
         self.on_stuck: Callable[[Ending], None] = lambda ending: None
         self._store: Any = None
@@ -230,7 +232,8 @@ class Peers:
             if self._closing:
                 return
             # Whoever listens at the ranks' address has ended.
-            lost = Ending("failed", f"the other ranks are gone: {error}".splitlines()[0], None, 1)
+            who = "the process that started the ranks" if self.place.hosted else "rank 0"
+            lost = Ending("failed", f"{who} is gone: {error}".splitlines()[0], None, 1)
             self._said = {"rank": self.place.rank, "ending": vars(lost), "traceback": ""}
         if self._said is not None and not self._closing:
             self._end_main_thread(ending_for(self._said, self.place.rank))

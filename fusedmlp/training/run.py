@@ -119,6 +119,7 @@ def _train_and_finish(current: "Run", stop: StopRequests) -> Ending:
         traceback.clear_frames(error.__traceback__)
     # A second signal must not lose what the run has come to.
     stop.received, stop.deferred = None, True
+    stop.notice = stop.notice and "recording the run; once more to stop at once"
     finish = Finish(current)
     try:
         finish(ending)

@@ -167,4 +167,5 @@ def _record(store: TCPStore, ending: Ending) -> None:
         return
     if fields.get("status") == "running":
         Result(folder, **fields).write(status=ending.status, reason=ending.reason, hint=ending.hint)
-        print(f"\n{ending.status}: {ending.reason}", file=sys.stderr, flush=True)
+        hint = f"\nhint: {ending.hint}" if ending.hint else ""
+        print(f"\n{ending.status}: {ending.reason}{hint}", file=sys.stderr, flush=True)

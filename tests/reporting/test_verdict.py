@@ -100,6 +100,12 @@ def test_nothing_completed(judged):
     )
 
 
+def test_a_run_of_one_step_has_completed_and_has_no_time(judged):
+    assert judged({}, result("native", throughput=None, steps=1), failed("cuda")).text == (
+        "mlp, dim 512: nothing to rank; too few steps to time: native; did not complete: cuda."
+    )
+
+
 @pytest.mark.parametrize(
     ("precision", "changes", "answer"),
     [

@@ -23,6 +23,7 @@ EXPERIMENTS = {
     "second_raises": DYING % ("raises", 1),
     "first_killed": DYING % ("killed", 0),
     "first_stuck": DYING % ("stuck", 1),
+    "first_stopped": DYING % ("stopped", 1),
 }
 
 
@@ -87,7 +88,10 @@ def test_a_rank_that_dies_ends_its_job_and_not_the_sweep(start, tmp_path):
         "second_raises": ("failed", "rank 1: RuntimeError: a bug of the user's"),
         "first_killed": ("failed", "rank 0 was killed by signal 9 (SIGKILL)"),
         "first_stuck": ("failed", "rank 1: RuntimeError: a bug of the user's"),
+        "first_stopped": ("failed", "rank 1: RuntimeError: a bug of the user's"),
     }, out
+    told = "failed: rank 1: RuntimeError: a bug of the user's"
+    assert re.search(rf"first_stopped\S*\] {told}$", out, re.MULTILINE), "though it was asked to stop meanwhile"
     for name, row in rows.items():
         folder = tmp_path / "sweep" / row["folder"]
         found = json.loads((folder / "result.json").read_text())

@@ -1,5 +1,7 @@
 """Meeting the other ranks."""
 
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,6 +50,17 @@ def test_a_failure_after_training_does_not_end_what_records_it(monkeypatch):
     ours._woken(0, None)
     with pytest.raises(peers.PeerFailed), ours.heeded():
         pass
+
+
+def test_only_the_first_rank_says_that_a_signal_waits(capfd):
+    for rank, said in ((0, "stopping after this step"), (1, "")):
+        stop = StopRequests()
+        peers.Peers(Place(rank, rank, 2, 2), stop)
+        with stop:
+            stop.deferred = True
+            signal.raise_signal(signal.SIGTERM)
+        assert capfd.readouterr().err.strip().partition(";")[0] == said
+        assert stop.received == signal.SIGTERM
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
