@@ -10,6 +10,8 @@ from typing import Any
 from fusedmlp.training.options import LoggerOptions
 
 log = logging.getLogger(__name__)
+# Where there is no train.log, as of a sweep's summary, Python would print the traceback.
+log.addHandler(logging.NullHandler())
 
 
 class WandbSink:

@@ -73,6 +73,29 @@ def test_training_goes_on_without_wandb(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("warning: no Weights & Biases log") == 1
 
 
+MISSING = """
+import sys
+from pathlib import Path
+
+sys.modules["wandb"] = None
+
+from fusedmlp.training.options import LoggerOptions
+from fusedmlp.training.wandb_sink import WandbSink
+
+WandbSink(LoggerOptions("offline", "fusedmlp", None, []), Path(), "name", "summary", None, {}, print)
+"""
+
+
+def test_where_there_is_no_log_a_summary_without_wandb_is_one_line():
+    """pytest has handlers of its own, and logging prints only where there is none."""
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("warning: no Weights & Biases log")
+
+
 def test_training_goes_on_when_wandb_breaks_on_the_way(tmp_path, monkeypatch, capsys):
     class Broken:
         dir = str(tmp_path / "files")
