@@ -1,5 +1,5 @@
-"""A model that kills or fails one of the ranks that train it, at its third step; the other may wait for ever then, or is
-asked to stop when its run has ended (torchrun)."""
+"""A model that kills or fails one of the ranks that train it, at its third step; the other may wait for ever then, or
+is asked to stop when its run has ended, as by torchrun."""
 
 import ctypes
 import os
