@@ -90,6 +90,7 @@ def test_a_rank_that_dies_ends_its_job_and_not_the_sweep(start, tmp_path):
         "first_stuck": ("failed", "rank 1: RuntimeError: a bug of the user's"),
         "first_stopped": ("failed", "rank 1: RuntimeError: a bug of the user's"),
     }, out
+    assert out.count("hint: the machine may have run out of memory") == 2, "whichever rank was killed"
     told = "failed: rank 1: RuntimeError: a bug of the user's"
     assert re.search(rf"first_stopped\S*\] {told}$", out, re.MULTILINE), "though it was asked to stop meanwhile"
     for name, row in rows.items():

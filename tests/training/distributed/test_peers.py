@@ -52,6 +52,16 @@ def test_a_failure_after_training_does_not_end_what_records_it(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize(("hosted", "who"), [(True, "the process that started the ranks"), (False, "rank 0")])
+def test_a_rank_whose_host_is_gone_says_who_that_was(monkeypatch, hosted, who):
+    monkeypatch.setattr(peers.Peers, "_end_main_thread", lambda self, ending: None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with peers.Peers(Place(1, 1, 2, 2, "127.0.0.1", store.port, hosted=hosted), StopRequests()) as ours:
+        del store
+        ours._thread.join(10.0)
+        assert ours._said["ending"]["reason"].startswith(f"{who} is gone: ")
+
+
 def test_only_the_first_rank_says_that_a_signal_waits(capfd):
     for rank, said in ((0, "stopping after this step"), (1, "")):
         stop = StopRequests()
