@@ -28,10 +28,9 @@ class Ranges:
         self._open: dict[str, AbstractContextManager[Any]] = {}
         self._undo: list[Callable[[], None]] = []
 
-    def install(self, task: Any, loader: Any) -> None:
-        """Marks what `task` (its `range` and `model`) does, and the waits for batches, from the `on_fetch` of `loader`
-        to the `on_batch` of `task`."""
-        outside, asked, received = task.range, loader.on_fetch, task.on_batch
+    def install(self, task: Any) -> None:
+        """Marks what `task` (its `range` and `model`) does, and its waits for batches: `on_fetch` to `on_batch`."""
+        outside, asked, received = task.range, task.on_fetch, task.on_batch
         task.range = self._marker
         self._undo.append(lambda: setattr(task, "range", outside))
 
@@ -45,8 +44,8 @@ class Ranges:
             self.end(DATA)
             received()
 
-        loader.on_fetch, task.on_batch = ask, receive
-        self._undo.append(lambda: setattr(loader, "on_fetch", asked))
+        task.on_fetch, task.on_batch = ask, receive
+        self._undo.append(lambda: setattr(task, "on_fetch", asked))
         self._undo.append(lambda: setattr(task, "on_batch", received))
         for name, block in blocks(task.model):
             self._mark(f"{BLOCK}{name}", block)

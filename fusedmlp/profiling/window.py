@@ -105,7 +105,7 @@ class Window(Callback):
     def _start(self, trainer: Trainer, task: Any) -> None:
         self._started = True
         if self._guard(self.tool.warm_up) and self._ranges is not None:
-            self._ranges.install(task, trainer.train_dataloader)
+            self._ranges.install(task)
 
     def close(self) -> None:
         """Ends the window if it is open, at its end or because the run ends; the tool writes what it has."""

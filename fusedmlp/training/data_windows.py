@@ -6,7 +6,7 @@ B windows per rank and micro-batch, T tokens per window, N tokens in a split, R 
 import functools
 import itertools
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,20 +136,13 @@ class BatchLoader:
 
     It is not a DataLoader itself, because Lightning would advise more workers for batches that cost microseconds, and
     without workers it does without one, which costs as much as gathering a small batch does.
-
-    Attributes:
-        on_fetch: called whenever a batch is asked for, so that the wait for it can be timed.
     """
 
     def __init__(self, batches: IterableDataset, num_workers: int, pin_memory: bool) -> None:
         self.batches, self.num_workers, self.pin_memory = batches, num_workers, pin_memory
-        self.on_fetch: Callable[[], None] = _unobserved
 
     def __iter__(self) -> Iterator[Batch]:
-        self.on_fetch()
-        for batch in self._loaded():
-            yield batch
-            self.on_fetch()
+        yield from self._loaded()
 
     def _loaded(self) -> Iterable[Batch]:
         if self.num_workers > 0:
@@ -172,10 +165,6 @@ def _ignore_signals(worker: int) -> None:
 def _pinned(batch: Batch) -> Batch:
     inputs, targets = batch
     return inputs.pin_memory(), targets.pin_memory()
-
-
-def _unobserved() -> None:
-    pass
 
 
 class ValLoader(BatchLoader):

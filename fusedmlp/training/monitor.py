@@ -95,8 +95,7 @@ class Monitor(Callback):
             self._batch_rows = BATCH
         environment.reset_peak_memory(task.device)
         # A wait begins when the step asks for a batch, and ends when it has it on the device.
-        loader: Any = trainer.train_dataloader
-        loader.on_fetch, task.on_batch = self.clock.ask, self.clock.receive
+        task.on_fetch, task.on_batch = self.clock.ask, self.clock.receive
         task.capture.on_captured = self.clock.restart
         self.started = time.perf_counter()
         self.clock.resume()

@@ -60,7 +60,7 @@ class LanguageModelTask(LightningModule):
         steps: optimizer steps so far, also those before a resume: trainer.global_step, at hand.
         learning_rate: of the last optimizer step.
         train_metrics, val_metrics: scalars since they were last read.
-        on_batch: called when the batch of a micro-step is on the device.
+        on_fetch, on_batch: called when a micro-step asks for its batch, and when it has it on the device.
         range: names the parts of a step for whoever sets it, at any time; see `TrainStep`.
     """
 
@@ -82,6 +82,7 @@ class LanguageModelTask(LightningModule):
         self.step_done = True
         self.samples = self.tokens = self.steps = 0
         self.learning_rate = 0.0
+        self.on_fetch: Callable[[], None] = _unobserved
         self.on_batch: Callable[[], None] = _unobserved
         self._range: Marker = no_range
         self._micro = 0
@@ -181,6 +182,7 @@ class LanguageModelTask(LightningModule):
         """
         # In case there is none: Lightning calls the hooks for the end of a batch all the same.
         self.__dict__["step_done"] = False
+        self.on_fetch()
         batch, _, _ = next(dataloader_iter)
         batch = self._transfer(batch)
         self.on_batch()

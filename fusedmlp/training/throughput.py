@@ -74,8 +74,9 @@ class StepClock:
             self._last = self._mark()
 
     def ask(self) -> None:
-        """The next batch is asked for."""
-        self._asked = self._mark()
+        """The next batch is asked for, perhaps again, of data that have ended and begin anew."""
+        if self._asked is None:
+            self._asked = self._mark()
 
     def receive(self) -> None:
         """The batch is there, on the device; without an `ask` before (it was fetched ahead) nobody waited for it."""

@@ -51,11 +51,11 @@ class Model(nn.Module):
 
 @pytest.fixture
 def installed():
-    log, model, loader = Log(), Model(), SimpleNamespace(on_fetch=lambda: None)
-    task = SimpleNamespace(range=no_range, model=model, on_batch=lambda: None)
+    log, model = Log(), Model()
+    task = SimpleNamespace(range=no_range, model=model, on_fetch=lambda: None, on_batch=lambda: None)
     ranges = Ranges(log)
-    ranges.install(task, loader)
-    return SimpleNamespace(log=log.lines, model=model, loader=loader, task=task, ranges=ranges)
+    ranges.install(task)
+    return SimpleNamespace(log=log.lines, model=model, task=task, ranges=ranges)
 
 
 BLOCKS = ("block body.layers.0", "block body.layers.1")
@@ -94,13 +94,13 @@ def test_a_block_without_gradients_has_no_backward_pass(installed):
 
 
 def test_removing_takes_all_of_it_off_and_closes_what_is_open(installed):
-    installed.loader.on_fetch()
+    installed.task.on_fetch()
     assert installed.log == ["> step", "> data"]
     installed.ranges.remove()
     assert installed.log == ["> step", "> data", "< data", "< step"]
     installed.log.clear()
     installed.model(torch.ones(2, 4)).backward()
-    installed.loader.on_fetch()
+    installed.task.on_fetch()
     assert installed.log == []
     assert installed.task.range is no_range
 

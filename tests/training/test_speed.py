@@ -1,15 +1,18 @@
 """The speed that a run reports, in a time set by hand: what is not a step does not change it."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 from training.runs import fits, result, rows, train
 
 from fusedmlp.models import MLPLanguageModel
 from fusedmlp.training import data_windows, environment, step
 from fusedmlp.training.checkpoint import Checkpoints
+from fusedmlp.training.data import TextDataModule
 from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.optim import learning_rate
 from fusedmlp.training.task import LanguageModelTask
@@ -85,6 +88,27 @@ def test_a_step_of_three_micro_batches_takes_three_times_as_long(tmp_path, now):
     assert {name: found[name] for name in STEADY} == pytest.approx(
         STEADY | {"step_ms_median": 30.0, "step_ms_p10": 30.0, "step_ms_p90": 30.0}
     )
+
+
+class Foreign(TextDataModule):
+    """Loads its batches with PyTorch's DataLoader, which knows of no clock, and has an end."""
+
+    def train_dataloader(self):
+        return DataLoader(FourBatches(super().train_dataloader()), batch_size=None)
+
+
+class FourBatches(IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return itertools.islice(self.batches, 4)
+
+
+def test_the_wait_for_a_loader_of_the_users_own(tmp_path, now):
+    settings = ("trainer.max_steps=12", "trainer.log_every=2", "trainer.accumulate=2", "data.batch_size=4")
+    train(tmp_path / "run", *settings, f"data._target_={__name__}.Foreign")
+    assert_steady(tmp_path / "run")
 
 
 @pytest.mark.parametrize("checkpoint", ["true", "false"])

@@ -53,6 +53,7 @@ def test_waits_of_all_micro_batches_belong_to_their_step(clock):
     clock.at(3.5, clock.receive)
     clock.at(4.0, clock.tick)
     clock.at(4.0, clock.ask)
+    clock.at(4.5, clock.ask)  # the data had ended
     durations = Durations.of(clock.take())
     assert durations == Durations([1000.0, 3000.0], [0.0, 750.0])
     assert durations.data_wait_percent == 18.75
