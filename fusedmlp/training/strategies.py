@@ -17,13 +17,15 @@ from torch.optim import Optimizer
 
 from fusedmlp.training.place import Place
 
+_NEVER = 2**31 - 1  # the largest of C's integers
+
 
 def make_strategy(name: str, device: torch.device, place: Place, timeout_s: float) -> Strategy:
     """The strategy that `trainer.strategy` names."""
     timeout = timedelta(seconds=timeout_s)
     if name == "ddp":
         # Buffers of these models are constants; a broadcast of all of them would begin every forward pass.
-        return DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False, timeout=timeout)
+        return UntimedDDP(gradient_as_bucket_view=True, broadcast_buffers=False, timeout=timeout)
     if name == "fsdp":
         return FSDP2Strategy(place.world_size, timeout)
     return OneDevice(device)
@@ -42,6 +44,15 @@ class OneDevice(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._context():
             return self._step(*args, **kwargs)
+
+
+class UntimedDDP(DDPStrategy):
+    """DDP without its statistics, for which the host would wait for the GPU in every 100th forward pass."""
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model._set_ddp_runtime_logging_sample_rate(_NEVER)
 
 
 class FSDP2Strategy(ModelParallelStrategy):
