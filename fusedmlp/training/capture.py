@@ -57,7 +57,7 @@ class StepCapture:
         self.step, self.requested, self.say = step, requested, say
         self.on_captured: Callable[[], None] = lambda: None
         self.captured = False
-        self.replayed = self.eager = 0
+        self.replayed = self.eager = self._warmed = 0
         self.launch_ms: float | None = None
         self.gpu_ms: float | None = None
         self.capture_s: float | None = None
@@ -99,8 +99,9 @@ class StepCapture:
 
     @property
     def first_steps(self) -> int:
-        """Steps before capture, which say nothing about the speed of the others; 0 without capture."""
-        return self.eager if self.captured else 0
+        """Steps before the decision, which say nothing about the speed of the others, and the one that begins with it
+        unless that is a replay; 0 where nothing is to be decided."""
+        return 0 if self.warming or not self._warmed else self._warmed + (not self.replayed)
 
     def facts(self) -> dict[str, Any]:
         """For result.json."""
@@ -131,6 +132,7 @@ class StepCapture:
     def _warm_up(self, batch: Batch, last: bool) -> tuple[int, int]:
         assert self._graphs is not None
         graphs, probe = self._graphs, self._probe
+        self._warmed += last
         done = self.eager - last
         # What impl=auto has chosen for replays must be compiled, built and tuned before it is recorded, too. The first
         # step does that only in the process that measures it.

@@ -422,6 +422,17 @@ def test_the_time_of_the_capture_belongs_to_no_step(tmp_path, monkeypatch, graph
     assert found["seconds"]["first_steps"] == pytest.approx(found["cuda_graph"]["capture_s"])
 
 
+@pytest.mark.parametrize("reason", ["launch_ms", "waits_at", "fails_with"])
+def test_the_steps_before_the_decision_are_no_steady_ones_whatever_it_is(tmp_path, monkeypatch, graphs, reason):
+    """The host waits in them, impl=auto measures, and what they leave is freed in the step that follows."""
+    monkeypatch.setattr(graphs, reason, {"launch_ms": 3.0, "waits_at": "a.py:1", "fails_with": RuntimeError()}[reason])
+    for accumulate in (1, 2):
+        train(tmp_path / f"{accumulate}", "trainer.max_steps=12", f"trainer.accumulate={accumulate}")
+        found = result(tmp_path / f"{accumulate}")
+        assert not found["cuda_graph"]["captured"]
+        assert (found["throughput"]["warmup_steps"], found["throughput"]["steady_steps"]) == (4, 8)
+
+
 @pytest.mark.parametrize("cuda_graph", ["true", "false"])
 def test_ranges(tmp_path, graphs, monkeypatch, cuda_graph):
     """What a profiler may name from any step on: the parts of a step, and a replay."""
