@@ -23,9 +23,10 @@ from fusedmlp.training.failures import ending_of
 from fusedmlp.training.log_file import log_file
 from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.monitor import Monitor
-from fusedmlp.training.readings import Reading
+from fusedmlp.training.readings import Reading, Transfer
 from fusedmlp.training.result import Result
 from fusedmlp.training.run import run
+from fusedmlp.training.throughput import StepClock
 from fusedmlp.training.trainer import AtomicCheckpointIO
 
 pytestmark = fits
@@ -164,6 +165,29 @@ def test_without_the_mechanism_values_are_read_in_every_micro_batch(count_reads,
         DeviceMetrics, "add", lambda self, name, value, weight=1.0: add(self, name, torch.tensor(value.item()), weight)
     )
     assert count_reads() >= 24
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_no_row_is_waited_for_before_the_end(tmp_path, monkeypatch, log_every):
+    """Waiting for an event is nothing that PyTorch could be asked to forbid. Here no row arrives by itself."""
+    tick, sums, now, asked = StepClock.tick, Transfer.sums, [0], []
+
+    def counted(self):
+        now[0] += 1
+        tick(self)
+
+    def noted(self, row):
+        asked.append(now[0])
+        return sums(self, row)
+
+    monkeypatch.setattr(StepClock, "tick", counted)
+    monkeypatch.setattr(Transfer, "arrived", lambda self: False)
+    monkeypatch.setattr(Transfer, "sums", noted)
+    settings = ("trainer.max_steps=12", "trainer.val_every=4", f"trainer.log_every={log_every}")
+    train(tmp_path / "run", *settings, "trainer.checkpoint=false")
+    assert set(asked) == {12}
+    assert list(curve(tmp_path / "run")) == ([5, 10, 12] if log_every == 5 else [*range(1, 13)])
+    assert list(curve(tmp_path / "run", "val/loss")) == [4, 8, 12]
 
 
 def poison_loss(monkeypatch, micro_batch: int, value: float = math.nan):
