@@ -1,5 +1,7 @@
-"""The optimizer's groups and the learning rate's course."""
+"""The optimizer's groups, the learning rate's course, and what a step makes of them."""
 
+import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,8 +12,10 @@ from training.runs import config
 from fusedmlp.errors import UserError
 from fusedmlp.models import GPT
 from fusedmlp.training.adamw import TritonAdamW
+from fusedmlp.training.metrics import DeviceMetrics
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions, build
+from fusedmlp.training.step import TrainStep, next_token_loss
 
 
 @pytest.fixture
@@ -78,3 +82,52 @@ def test_complex_parameters_which_have_no_fused_form_are_optimized(options):
     (model(torch.ones(1, 2)).sum() + (model.phase * 1j).real.sum()).backward()
     optimizer.step()
     assert (model.phase != 1).all()
+
+
+class Odd(torch.nn.Module):
+    """Parameters of several dtypes, one without dimensions, one without elements, and some without gradients."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16)
+        self.unused, self.frozen = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).requires_grad_(False)
+        self.scale, self.empty = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.zeros(0, 3))
+        self.wide = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.phase = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+
+    def forward(self, tokens):
+        x = self.frozen(self.embedding(tokens)) * self.wide * self.scale + self.empty.sum()
+        return self.head((x * self.phase).real.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])  # fused or not
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05, 1000.0, math.inf])
+def test_steps_are_those_of_plain_pytorch(options, accumulate, max_grad_norm, dtype):
+    options = replace(options, accumulate=accumulate, max_grad_norm=max_grad_norm)
+    torch.manual_seed(0)
+    model = Odd(dtype)
+    plain = copy.deepcopy(model)
+    metrics = DeviceMetrics(("train/loss", "train/grad_norm"), torch.device("cpu"))
+    step = TrainStep(model, build_optimizer(model, options), options, metrics)
+    parameters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2))
+    for rate in (1e-2, 2e-2, 5e-3):
+        step.set_learning_rate(rate)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for micro in range(accumulate):
+            tokens = torch.randint(16, (4, 8))
+            step.micro_step(tokens, tokens, last=micro == accumulate - 1)
+            (next_token_loss(plain(tokens), tokens) / accumulate).backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert metrics.read().means()["train/grad_norm"] == pytest.approx(norm.item()), "before it is clipped"
+        assert norm > 0.05
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
