@@ -2,9 +2,11 @@
 
 Host times of two runs, one after the other, differ by tens of percent on a shared machine, equal loops or not. Within a
 second a machine is more like itself: so our loop stops after every block of steps, the bare loops run a block each, and
-only blocks of the same turn are compared. What logging costs is measured likewise, within one run. The CPU time of the
-process, all its threads, is taken beside: where the host bounds a step it is most of it, and other programs of the
-machine are not in it.
+only blocks of the same turn are compared. The CPU time of the process, all its threads, is taken beside: where the host
+bounds a step it is most of it, and other programs of the machine are not in it.
+
+What logging costs is less than a machine changes within a second. So there a few steps are logged and a few are not,
+and the monitor's own time is taken by itself.
 """
 
 import itertools
