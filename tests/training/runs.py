@@ -2,17 +2,23 @@
 
 import csv
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from fusedmlp.training.cli import register_impls
 from fusedmlp.training.failures import Ending
+from fusedmlp.training.monitor import Monitor
 from fusedmlp.training.run import run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+FIRST_CHECKED_STEP = 5  # compilation and autotuning before it may wait
 TINY = (
     "dim=32",
     "model.num_layers=2",
@@ -63,3 +69,23 @@ def result(folder: Path) -> dict:
         raise AssertionError(f"{word} is not JSON")
 
     return json.loads((folder / "result.json").read_text(), parse_constant=refuse)
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """From the fifth step to the last but one, every operation that waits for the GPU raises."""
+    on_train_batch_end = Monitor.on_train_batch_end
+
+    def checked(self, trainer, module, *rest):
+        if trainer.global_step == FIRST_CHECKED_STEP:
+            torch.cuda.set_sync_debug_mode("error")
+        if trainer.global_step == module.options.max_steps - 1:
+            # What ends a run may wait: the last values, and Lightning moving the optimizer's state to the host.
+            torch.cuda.set_sync_debug_mode("default")
+        on_train_batch_end(self, trainer, module, *rest)
+
+    try:
+        with mock.patch.object(Monitor, "on_train_batch_end", checked):
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -4,32 +4,17 @@ import math
 
 import pytest
 import torch
-from training.runs import curve, fits, result, train
-
-from fusedmlp.training.monitor import Monitor
+from training.runs import curve, fits, result, train, waiting_forbidden
 
 pytestmark = [fits, pytest.mark.gpu]
 
 ON_GPU = ("trainer.accelerator=gpu", "dim=128", "data.batch_size=64", "trainer.checkpoint=false")
-FIRST_CHECKED_STEP = 5  # compilation and autotuning before it may wait
 
 
 @pytest.fixture
-def forbid_waiting(monkeypatch):
-    """From the fifth step to the last but one, every operation that waits for the GPU raises."""
-    on_train_batch_end = Monitor.on_train_batch_end
-
-    def checked(self, trainer, module, *rest):
-        if trainer.global_step == FIRST_CHECKED_STEP:
-            torch.cuda.set_sync_debug_mode("error")
-        if trainer.global_step == module.options.max_steps - 1:
-            # What ends a run may wait: the last values, and Lightning moving the optimizer's state to the host.
-            torch.cuda.set_sync_debug_mode("default")
-        on_train_batch_end(self, trainer, module, *rest)
-
-    monkeypatch.setattr(Monitor, "on_train_batch_end", checked)
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+def forbid_waiting():
+    with waiting_forbidden():
+        yield
 
 
 @pytest.mark.parametrize("cuda_graph", ["false", "true"])
@@ -46,6 +31,18 @@ def test_no_step_waits_for_the_gpu(tmp_path, forbid_waiting, impl, model, precis
     assert result(tmp_path / "run")["cuda_graph"]["steps_replayed"] == (47 if cuda_graph == "true" else 0)
     assert list(curve(tmp_path / "run")) == [10, 20, 30, 40, 50]
     assert list(curve(tmp_path / "run", "val/loss")) == [20, 40, 50]
+
+
+@pytest.mark.parametrize("cuda_graph", ["false", "true"])
+@pytest.mark.parametrize("max_grad_norm", ["null", "1.0"])
+@pytest.mark.parametrize("adamw", ["native", "triton"])
+def test_no_optimizer_waits_for_the_gpu(tmp_path, forbid_waiting, adamw, max_grad_norm, cuda_graph):
+    ending = train(
+        tmp_path / "run", *ON_GPU, "impl=native", f"trainer.adamw={adamw}", f"trainer.max_grad_norm={max_grad_norm}",
+        "trainer.accumulate=2", "trainer.max_steps=20", "trainer.log_every=5", f"trainer.cuda_graph={cuda_graph}",
+    )  # fmt: skip
+    assert ending.status == "completed", ending.reason
+    assert list(curve(tmp_path / "run")) == [5, 10, 15, 20]
 
 
 def test_the_check_sees_a_step_that_waits(tmp_path, forbid_waiting, monkeypatch):

@@ -3,6 +3,7 @@
 As a program it is such a rank: its argument is a list of runs in JSON, of which one for a single device is rank 0's.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,10 @@ ACCELERATOR = "trainer.accelerator=gpu" if ON_GPUS else "trainer.accelerator=cpu
 
 
 def train_all(runs: list[dict], **environment: str) -> str:
-    """Trains runs of `folder`, `overrides` and `world_size` one after another; what the two ranks printed."""
+    """Trains runs of `folder`, `overrides` and `world_size` one after another; what the two ranks printed.
+
+    In those with `waits` False, a step that waits for a GPU fails.
+    """
     # One place to meet for each run, where nobody else listens.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
     tasks = json.dumps([run | {"port": store.port} for run, store in zip(runs, stores, strict=True)])
@@ -49,7 +53,7 @@ def train_all(runs: list[dict], **environment: str) -> str:
 
 
 def main(tasks: list[dict], rank: int) -> int:
-    from training.runs import RANDOM_BYTES, TINY, config
+    from training.runs import RANDOM_BYTES, TINY, config, waiting_forbidden
 
     from fusedmlp.training.place import Place
     from fusedmlp.training.run import run
@@ -61,7 +65,8 @@ def main(tasks: list[dict], rank: int) -> int:
         place = Place(rank, rank, world_size, world_size, port=task["port"], hosted=True) if world_size > 1 else None
         fixed = (*TINY, *RANDOM_BYTES, ACCELERATOR, "trainer.rank_timeout=60", "trainer.precision=32-true")
         overrides = [*fixed, *task["overrides"]]
-        _, ending = run(config(*overrides), Path(task["folder"]), overrides, None, place)
+        with contextlib.nullcontext() if task.get("waits", True) else waiting_forbidden():
+            _, ending = run(config(*overrides), Path(task["folder"]), overrides, None, place)
         if ending.status != "completed":
             print(f"rank {rank}, {task['folder']}: {ending}")
             return 1

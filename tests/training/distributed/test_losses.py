@@ -118,3 +118,17 @@ def test_triton(tmp_path):
     train_all([a_run(tmp_path, way, way, *overrides) for way in ("one", "ddp", "fsdp")], **environment)
     for way in ("ddp", "fsdp"):
         same_curves(tmp_path / "one", tmp_path / way)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_GPUS, reason="needs two CUDA GPUs")
+def test_no_step_waits_for_a_gpu(tmp_path):
+    overrides = ("trainer.max_steps=50", "trainer.log_every=10", "trainer.val_every=20", "trainer.checkpoint=false")
+    runs = [
+        a_run(tmp_path, f"{way}-{accumulate}", way, *GPT, *overrides, f"trainer.accumulate={accumulate}")
+        for way in ("ddp", "fsdp")
+        for accumulate in (1, 4)
+    ]
+    train_all([run | {"waits": False} for run in runs])
+    for run in runs:
+        assert list(curve(Path(run["folder"]))) == [10, 20, 30, 40, 50]
