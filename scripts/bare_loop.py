@@ -17,7 +17,7 @@ from fusedmlp.training.cuda_graph import own_workspaces
 from fusedmlp.training.optim import build_optimizer, learning_rate
 from fusedmlp.training.options import TrainerOptions, build
 from fusedmlp.training.step import next_token_loss
-from fusedmlp.training.throughput import Durations, StepClock
+from fusedmlp.training.throughput import StepClock
 
 WARMUP_STEPS = 3
 
@@ -44,6 +44,7 @@ class BareLoop:
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(self.model, replace(self.options, adamw="native"))
         self.step_number = 0
+        self._clock = StepClock(self.device)
         self.cpu_ms = 0.0
         self.loss: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -52,7 +53,7 @@ class BareLoop:
 
     def run(self, steps: int, losses: list[Tensor] | None = None) -> list[float]:
         """Milliseconds of each step; `losses` receives theirs, `cpu_ms` the CPU time of all but the wait at the end."""
-        clock = StepClock(self.device)
+        clock = self._clock
         began = time.process_time()
         clock.resume()
         for _ in range(steps):
@@ -64,7 +65,8 @@ class BareLoop:
         self.cpu_ms = 1e3 * (time.process_time() - began)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return Durations.of(clock.take()).step_ms
+        clock.pause()
+        return clock.durations(clock.take()).step_ms
 
     def _rate(self) -> float:
         rate = learning_rate(self.step_number, self.options)

@@ -40,7 +40,8 @@ class DeviceMetrics:
         # Each interval has a row of its own, until it is sent. One more for where all intervals begin in the same row.
         self._sums = torch.zeros(batch + 1, len(names), dtype=torch.float32, device=device)
         self._all_cells = [{name: row[i] for i, name in enumerate(names)} for row in self._sums]
-        self._weights = dict.fromkeys(names, 0.0)
+        self._none = dict.fromkeys(names, 0.0)
+        self._weights = self._none.copy()
         self._held: dict[str, tuple[Tensor, float]] = {}
         self._unsent: list[Reading] = []
         self._stays = False
@@ -106,19 +107,20 @@ class DeviceMetrics:
         It is sent at once if none came shortly before, else when there are `batch` readings, when `send_late` finds
         that the first of them has waited for long, and at the latest when one is asked for its means.
         """
-        self._add_held()
-        weights = {name: weight * self._world_size for name, weight in self._weights.items()}
+        if self._held:
+            self._add_held()
         if go_on:
-            reading = Reading(weights, 0 if self._stays else self._end, self.send)
+            weights, row = self._weights.copy(), 0 if self._stays else self._end
+            reading = Reading(weights, self._world_size, row, self.send)
             self._start([reading])
             return reading
-        reading = Reading(weights, self._end, self.send)
-        self._weights = dict.fromkeys(self._weights, 0.0)
+        reading = Reading(self._weights, self._world_size, self._end, self.send)
+        self._weights = self._none.copy()
         if self._stays:
             self._sums[self._end].copy_(self._sums[0])
             self._sums[0].zero_()
         self._unsent.append(reading)
-        self._begin(reading.row + 1)
+        self._begin(self._end + 1)
         before, self._last_read = self._last_read, time.perf_counter()
         if len(self._unsent) == 1:
             self._waits_since = self._last_read

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
+from operator import sub
 from typing import Any, NamedTuple, Protocol
 
 from lightning.pytorch import Callback, Trainer
@@ -42,6 +43,11 @@ class Sink(Protocol):
     def tick(self, step: int, pause: bool = False) -> None: ...
 
 
+# Of this process so far: samples and tokens trained on, and steps replayed from a CUDA graph.
+Counts = tuple[int, int, int]
+_NONE: Counts = (0, 0, 0)
+
+
 class Pending(NamedTuple):
     """A row on its way. What it says is worked out when it is written."""
 
@@ -49,9 +55,8 @@ class Pending(NamedTuple):
     reading: Reading
     requested: float  # by `time.perf_counter`
     steps: list[Step] | None = None  # None for validation
-    replayed: int = 0  # of these steps, from a CUDA graph
-    samples: int = 0
-    tokens: int = 0
+    before: Counts = _NONE  # where the interval began
+    counts: Counts = _NONE
     peak_memory_gib: float | None = None
 
 
@@ -83,12 +88,12 @@ class Monitor(Callback):
         self._batch_rows = 1
         self._polled = -math.inf
         self._peak_memory: float | None = None
-        self._durations, self._unprofiled = Durations(), Durations()
-        self._samples = self._tokens = self._replayed = self._first_steps = 0
+        self._durations, self._profiled = Durations(), list[bool]()
+        self._counts = _NONE
         self._per_step = (0, 0)
 
     def on_train_start(self, trainer: Trainer, task: LanguageModelTask) -> None:  # type: ignore[override]
-        self.clock = StepClock(task.device)
+        self.clock, self._capture = StepClock(task.device), task.capture
         self._began = self._marked = trainer.global_step
         # Ranks are to see a loss that is not finite in the same step, as far as can be.
         if task.device.type == "cuda" and self.cost.devices == 1:
@@ -106,7 +111,7 @@ class Monitor(Callback):
         step = task.steps
         self.clock.tick()
         self._marked = step
-        if step == self.early_steps and self._began == self._samples == 0:
+        if step == self.early_steps and self._began == self._counts[0] == 0:
             self._early = task.train_metrics.read(go_on=True)
         if step % self.options.log_every == 0 or step == self.options.max_steps:
             self._request(step, task)
@@ -140,13 +145,9 @@ class Monitor(Callback):
         if now - self._polled >= BATCH_S or step == self.options.max_steps:
             # Some 50 us each time.
             self._polled, self._peak_memory = now, environment.peak_memory_gib(task.device)
-        # Every rank takes as many.
-        samples = (task.samples - self._samples) * self.cost.devices
-        tokens = (task.tokens - self._tokens) * self.cost.devices
-        replayed, self._first_steps = task.capture.replayed - self._replayed, task.capture.first_steps
-        self._samples, self._tokens, self._replayed = task.samples, task.tokens, task.capture.replayed
+        before, self._counts = self._counts, (task.samples, task.tokens, self._capture.replayed)
         reading, steps = task.train_metrics.read(), self.clock.take()
-        self._pending.append(Pending(step, reading, now, steps, replayed, samples, tokens, self._peak_memory))
+        self._pending.append(Pending(step, reading, now, steps, before, self._counts, self._peak_memory))
 
     def _due(self) -> bool:
         waiting = self._pending
@@ -180,7 +181,7 @@ class Monitor(Callback):
 
     def settle(self, step: int, task: LanguageModelTask) -> None:
         """Requests and writes what there is up to `step`, so that its state is known to be finite. Raises: Diverged."""
-        if task.samples > self._samples:
+        if task.samples > self._counts[0]:
             self._request(step, task)
         self.flush()
         self._tick(step, pause=True)
@@ -197,69 +198,65 @@ class Monitor(Callback):
         if whole > 0:
             batches = whole + task._micro
             task.samples, task.tokens = task.samples * whole // batches, task.tokens * whole // batches
-            if task.samples > self._samples:
+            if task.samples > self._counts[0]:
                 self._request(task.steps, task)
 
     def _write_next(self) -> None:
         pending = self._pending[0]
         means = pending.reading.means()
-        row: Row = {"step": pending.step}
+        steps = pending.steps or ()
+        durations = self.clock.durations(steps)
+        row: Row = {"step": pending.step} | means
         if pending.steps is not None:
-            row |= self._told(pending)
-        row |= means
-        durations = Durations.of(pending.steps or [])
-        if pending.steps:
-            row |= self._speed(pending, durations)
+            self._tell(row, pending, durations)
         # Only now: a signal may end the run at any line, and this row is then written with the rest.
         self._pending.popleft()
-        # One that cannot take the row, as on a full disk, does not keep it from the others.
-        failures = [error for sink in self.sinks if (error := _refusal(sink, row)) is not None]
+        failures = []
+        for sink in self.sinks:
+            try:
+                sink.write(row)
+            except Exception as error:
+                # One that cannot take the row, as on a full disk, does not keep it from the others.
+                failures.append(error)
         self.last |= row
         self._durations.extend(durations)
-        self._unprofiled.extend(durations.where([not step.profiled for step in pending.steps or []]))
+        self._profiled += [step.profiled for step in steps]
         if failures:
             raise failures[0]
         bad = [f"{name} is {value}" for name, value in means.items() if not math.isfinite(value)]
         if bad:
             raise Diverged(f"{' and '.join(bad)} at step {row['step']:.0f}")
 
-    def _told(self, pending: Pending) -> Row:
-        """What the host knows of an interval."""
+    def _tell(self, row: Row, pending: Pending, durations: Durations) -> None:
+        """Adds what the host knows of an interval, and the speed in it: rates from all its steps."""
         assert self.started is not None
-        # The rate is not the task's, which is that of the next step already when that one has broken off.
-        told = {
-            "lr": learning_rate(pending.step - 1, self.options),
-            "time/elapsed_s": pending.requested - self.started,
-            "memory/peak_gib": pending.peak_memory_gib,
-            "time/replayed_percent": 100 * pending.replayed / len(pending.steps) if pending.steps else None,
-        }
-        return {name: value for name, value in told.items() if value is not None}
-
-    def _speed(self, pending: Pending, durations: Durations) -> Row:
-        """Speed in the interval: rates from all its steps, what is not known left out."""
-        steps, seconds = len(durations.step_ms), sum(durations.step_ms) / 1e3
-        self._per_step = (pending.samples // steps, pending.tokens // steps)
-        samples_per_s = pending.samples / seconds
-        speed: dict[str, float | None] = {
-            "time/step_ms": statistics.median(durations.step_ms),
-            "time/data_wait_percent": durations.data_wait_percent,
-            "throughput/samples_per_s": samples_per_s,
-            "throughput/tokens_per_s": pending.tokens / seconds,
-            "throughput/tflops_per_s": self.cost.tflops_per_s(samples_per_s),
-            "throughput/mfu_percent": self.cost.mfu_percent(samples_per_s),
-        }
-        return {name: value for name, value in speed.items() if value is not None}
+        # Not the task's, which is that of the next step already when that one has broken off.
+        row["lr"] = learning_rate(pending.step - 1, self.options)
+        row["time/elapsed_s"] = pending.requested - self.started
+        if pending.peak_memory_gib is not None:
+            row["memory/peak_gib"] = pending.peak_memory_gib
+        steps = len(durations.step_ms)
+        if not steps:
+            return
+        samples, tokens, replayed = map(sub, pending.counts, pending.before)
+        self._per_step = samples * self.cost.devices // steps, tokens * self.cost.devices // steps
+        seconds = sum(durations.step_ms) / 1e3
+        samples_per_s = samples * self.cost.devices / seconds
+        row["time/step_ms"] = statistics.median(durations.step_ms)
+        row["time/data_wait_percent"] = durations.data_wait_percent
+        row["time/replayed_percent"] = 100 * replayed / steps
+        row["throughput/samples_per_s"] = samples_per_s
+        row["throughput/tokens_per_s"] = tokens * self.cost.devices / seconds
+        # Left out where it is not known.
+        if (tflops := self.cost.tflops_per_s(samples_per_s)) is not None:
+            row["throughput/tflops_per_s"] = tflops
+        if (mfu := self.cost.mfu_percent(samples_per_s)) is not None:
+            row["throughput/mfu_percent"] = mfu
 
     def throughput(self) -> Throughput | None:
         """Speed over the steps whose rows were written; None below two steps."""
+        unprofiled = self._durations.where([not profiled for profiled in self._profiled])
         # A window that leaves next to nothing is better than no number.
-        durations = self._unprofiled if len(self._unprofiled.step_ms) > 1 else self._durations
-        return summarize(durations, *self._per_step, self.cost, self._first_steps)
-
-
-def _refusal(sink: Sink, row: Row) -> Exception | None:
-    try:
-        sink.write(row)
-    except Exception as error:
-        return error
-    return None
+        durations = unprofiled if len(unprofiled.step_ms) > 1 else self._durations
+        first_steps = self._capture.first_steps if self._durations.step_ms else 0
+        return summarize(durations, *self._per_step, self.cost, first_steps)

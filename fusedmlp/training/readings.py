@@ -56,15 +56,18 @@ class Reading:
     """Means that were requested at one log point and may still be on their way.
 
     Args:
-        weights: what each sum is divided by; a name of weight 0 has no mean.
+        weights: of what each rank added; a name of weight 0 has no mean.
+        ranks: that the sums are over.
         row: of the sums on the device.
         send: sends what has not been sent, this among it.
     Attributes:
         transfer: that brings the sums; None until they are sent.
     """
 
-    def __init__(self, weights: dict[str, float], row: int, send: Callable[[], None]):
-        self._weights, self.row, self._send = weights, row, send
+    __slots__ = ("_ranks", "_send", "_weights", "row", "transfer")
+
+    def __init__(self, weights: dict[str, float], ranks: int, row: int, send: Callable[[], None]):
+        self._weights, self._ranks, self.row, self._send = weights, ranks, row, send
         self.transfer: Transfer | None = None
 
     def ready(self) -> bool:
@@ -77,6 +80,7 @@ class Reading:
             self._send()
         assert self.transfer is not None
         sums = self.transfer.sums(self.row)
+        weights = self._weights.items()
         return {
-            name: value / weight for value, (name, weight) in zip(sums, self._weights.items(), strict=True) if weight
+            name: value / (weight * self._ranks) for value, (name, weight) in zip(sums, weights, strict=True) if weight
         }

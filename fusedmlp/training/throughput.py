@@ -1,21 +1,24 @@
 """How long the steps took and what was done in them: CUDA events on a GPU, the host's clock on a CPU.
 
-The marks are set while the steps run and read when the metrics are, so that nobody waits for them.
+The marks are set while the steps run and read once the device has passed them, so that nobody waits for them.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fusedmlp.training.peaks import Peak
 
 MAX_WARMUP_STEPS = 10
+# Steps whose marks are read together, when nobody asks for them before.
+READ_TOGETHER = 32
 
 
 class HostEvent:
@@ -26,6 +29,10 @@ class HostEvent:
     def record(self) -> None:
         self._time = time.perf_counter()
 
+    def query(self) -> bool:
+        """Whether the moment has passed."""
+        return True
+
     def elapsed_time(self, end_event: "HostEvent", /) -> float:
         """Milliseconds from here to `end_event`."""
         return (end_event._time - self._time) * 1e3
@@ -34,13 +41,20 @@ class HostEvent:
 Span = tuple[Any, Any]  # begin and end, both torch.Events or both HostEvents
 
 
-class Step(NamedTuple):
+class Step:
     """An optimizer step: when it began and ended, when it waited for a batch, once per micro-batch, and whether a
-    profiler looked at it, which takes time."""
+    profiler looked at it, which takes time.
 
-    span: Span
-    waits: list[Span]
-    profiled: bool = False
+    Attributes:
+        ms, wait_ms: how long it was and how long it waited; None until its marks have been read.
+    """
+
+    __slots__ = ("begin", "end", "ms", "profiled", "wait_ms", "waits")
+
+    def __init__(self, begin: Any, end: Any, waits: list[Span], profiled: bool):
+        self.begin, self.end, self.waits, self.profiled = begin, end, waits, profiled
+        self.ms: float | None = None
+        self.wait_ms: float | None = None
 
 
 class StepClock:
@@ -62,9 +76,12 @@ class StepClock:
         self._asked: Any = None
         self._waits: list[Span] = []
         self._steps: list[Step] = []
+        # Marks are used again: CUDA takes time to make and to destroy an event, and a long interval would keep many.
+        self._unread: deque[Step] = deque()
+        self._free: list[Any] = []
 
     def _mark(self) -> Any:
-        event = self._event()
+        event = self._free.pop() if self._free else self._event()
         event.record()
         return event
 
@@ -88,7 +105,12 @@ class StepClock:
         """A step ends here, and the next one begins."""
         now = self._mark()
         if self._last is not None:
-            self._steps.append(Step((self._last, now), self._waits, self.profiled))
+            step = Step(self._last, now, self._waits, self.profiled)
+            self._steps.append(step)
+            self._unread.append(step)
+            if len(self._unread) % READ_TOGETHER == 0 and self._unread[READ_TOGETHER - 1].end.query():
+                for _ in range(READ_TOGETHER):
+                    self._read_next()
         self._last, self._waits = now, []
 
     def pause(self) -> None:
@@ -99,9 +121,29 @@ class StepClock:
         self._last, self._waits = self._mark(), []
 
     def take(self) -> list[Step]:
-        """The steps since the last call; for `Durations.of`."""
+        """The steps since the last call; for `durations`."""
         steps, self._steps = self._steps, []
         return steps
+
+    def durations(self, steps: Sequence[Step]) -> "Durations":
+        """Of steps that were taken. On a GPU they must have been passed, or PyTorch raises RuntimeError."""
+        while steps and steps[-1].wait_ms is None:
+            self._read_next()
+        return Durations([step.ms for step in steps], [step.wait_ms for step in steps])  # type: ignore[misc]
+
+    def _read_next(self) -> None:
+        """Reads the marks of the first step whose have not been."""
+        step = self._unread[0]
+        step.ms = step.begin.elapsed_time(step.end)
+        step.wait_ms = sum(asked.elapsed_time(received) for asked, received in step.waits)
+        # Only now: a signal may end the run at any line.
+        self._unread.popleft()
+        # The end is where the next step begins.
+        self._free.append(step.begin)
+        for span in step.waits:
+            self._free += span
+        step.waits.clear()
+        del step.begin, step.end
 
 
 @dataclass
@@ -110,13 +152,6 @@ class Durations:
 
     step_ms: list[float] = field(default_factory=list)
     wait_ms: list[float] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, steps: list[Step]) -> "Durations":
-        """Reads the marks. On a GPU they must have been passed, or PyTorch raises RuntimeError."""
-        return cls(
-            [_milliseconds(step.span) for step in steps], [sum(map(_milliseconds, step.waits)) for step in steps]
-        )
 
     def where(self, kept: list[bool]) -> "Durations":
         return Durations(list(compress(self.step_ms, kept)), list(compress(self.wait_ms, kept)))
@@ -129,11 +164,6 @@ class Durations:
     def data_wait_percent(self) -> float:
         """Share of the steps' time in which the next batch was waited for."""
         return 100 * sum(self.wait_ms) / sum(self.step_ms)
-
-
-def _milliseconds(span: Span) -> float:
-    begin, end = span
-    return begin.elapsed_time(end)
 
 
 @dataclass(frozen=True)

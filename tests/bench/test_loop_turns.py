@@ -12,7 +12,6 @@ from scripts_by_path import FOLDER, script
 from fusedmlp.training.cli import register_impls
 from fusedmlp.training.options import TrainerOptions, build
 from fusedmlp.training.run import run
-from fusedmlp.training.throughput import Durations
 
 loop_turns = script("loop_turns")
 BLOCK = loop_turns.BLOCK
@@ -78,10 +77,11 @@ def turns_of(every, never, writes=0.0):
 
 
 def test_the_cost_of_logging_where_the_host_bounds_a_step():
-    followed = loop_turns.Followed
-    found = loop_turns.cost_of_logging(turns_of(followed(0.3, 10.1, 0), followed(0.1, 10.0, 0), writes=3.2), True)
-    # The 3.2 ms are for as many rows as a turn has.
-    assert found["monitor us a row"] == pytest.approx(200 + 3200 / (4 * loop_turns.SPELL))
+    followed, rows = loop_turns.Followed, 4 * loop_turns.SPELL
+    found = loop_turns.cost_of_logging(
+        turns_of(followed(0.3, 10.1, 0), followed(0.1, 10.0, 0), writes=0.1 * rows), True
+    )
+    assert found["monitor us a row"] == pytest.approx(200 + 100)
     assert found["never ms"] == pytest.approx(10.1)
     assert (found["the rest %"], found["the monitor %"]) == pytest.approx((10 / 10.1, 30 / 10.1))
     assert found["cost %"] == pytest.approx(40 / 10.1)
@@ -102,8 +102,8 @@ def test_the_cost_of_logging_where_the_device_bounds_a_step():
 def test_what_others_take_belongs_to_no_step():
     blocks, cpu_ms = [], []
 
-    def between(block, cpu):
-        blocks.append(block)
+    def between(durations, cpu):
+        blocks.append(durations().step_ms)
         cpu_ms.append(cpu)
         end = time.perf_counter() + 0.3
         while time.perf_counter() < end:
@@ -115,7 +115,7 @@ def test_what_others_take_belongs_to_no_step():
         clock.tick()
     assert [len(block) for block in blocks] == [BLOCK] * 3
     assert 0 <= max(cpu_ms) < 200
-    assert max(Durations.of(clock.take()).step_ms) < 200
+    assert max(clock.durations(clock.take()).step_ms) < 200
 
 
 def test_ours_is_compared_with_the_mean_of_both_others():

@@ -103,15 +103,15 @@ def test_a_full_disk_keeps_no_row_of_its_batch_from_the_others(tmp_path, written
 
 
 def test_a_signal_while_a_batch_is_written_leaves_no_gap(tmp_path, written, monkeypatch):
-    told, calls = Monitor._told, iter(range(100))
+    tell, calls = Monitor._tell, iter(range(100))
 
-    def interrupted(self, pending):
+    def interrupted(self, row, pending, durations):
         if next(calls) == 2:
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
-        return told(self, pending)
+        tell(self, row, pending, durations)
 
-    monkeypatch.setattr(Monitor, "_told", interrupted)
+    monkeypatch.setattr(Monitor, "_tell", interrupted)
     assert train(tmp_path / "run", "trainer.max_steps=20").status == "interrupted"
     assert list(curve(tmp_path / "run")) == [*range(1, 9)]
     assert result(tmp_path / "run")["throughput"]["steady_steps"] == 7

@@ -297,6 +297,25 @@ def test_a_full_disk_is_a_reason_that_names_the_file_and_the_row_is_shown_all_th
     assert "step 3/6" in capsys.readouterr().out
 
 
+def test_a_row_is_in_the_file_as_it_was(tmp_path):
+    row = {
+        "time/step_ms": 1 / 3,
+        "step": 3,
+        "train/loss": torch.tensor(0.1).item(),
+        "throughput/tokens_per_s": 1e12 / 7,
+    }
+    sink = CsvSink(tmp_path / "metrics.csv")
+    with pytest.raises(KeyError, match="no column for train/accuracy"):
+        sink.write(row | {"train/accuracy": 1.0})
+    sink.write(row)
+    sink.write({"step": 4, "val/loss": math.nan})
+    sink.close()
+    first, second = rows(tmp_path)
+    assert list(first) == list(COLUMNS)
+    assert {name: float(value) for name, value in first.items() if value} == row
+    assert {name: value for name, value in second.items() if value} == {"step": "4", "val/loss": "nan"}
+
+
 def test_a_file_that_is_not_there_is_not_told_to_free_space():
     assert "hydra.run.dir" in ending_of(OSError(28, "No space left on device", "metrics.csv")).hint
     ending = ending_of(FileNotFoundError(2, "No such file or directory", "weights.pt"))

@@ -27,9 +27,9 @@ def test_steps_last_from_tick_to_tick(clock):
     clock.at(1.0, clock.resume)
     clock.at(1.5, clock.tick)
     clock.at(1.75, clock.tick)
-    assert Durations.of(clock.take()).step_ms == [500.0, 250.0]
+    assert clock.durations(clock.take()).step_ms == [500.0, 250.0]
     clock.at(2.75, clock.tick)
-    assert Durations.of(clock.take()).step_ms == [1000.0]
+    assert clock.durations(clock.take()).step_ms == [1000.0]
     assert clock.take() == []
 
 
@@ -40,7 +40,7 @@ def test_a_pause_belongs_to_no_step(clock):
     clock.at(60.0, clock.resume)
     clock.at(60.5, clock.resume)  # running already: changes nothing
     clock.at(62.0, clock.tick)
-    assert Durations.of(clock.take()).step_ms == [1000.0, 2000.0]
+    assert clock.durations(clock.take()).step_ms == [1000.0, 2000.0]
 
 
 def test_waits_of_all_micro_batches_belong_to_their_step(clock):
@@ -54,12 +54,12 @@ def test_waits_of_all_micro_batches_belong_to_their_step(clock):
     clock.at(4.0, clock.tick)
     clock.at(4.0, clock.ask)
     clock.at(4.5, clock.ask)  # the data had ended
-    durations = Durations.of(clock.take())
+    durations = clock.durations(clock.take())
     assert durations == Durations([1000.0, 3000.0], [0.0, 750.0])
     assert durations.data_wait_percent == 18.75
     clock.at(5.0, clock.receive)
     clock.at(6.0, clock.tick)
-    assert Durations.of(clock.take()) == Durations([2000.0], [1000.0])
+    assert clock.durations(clock.take()) == Durations([2000.0], [1000.0])
 
 
 class FakeEvent:
@@ -75,6 +75,9 @@ class FakeEvent:
     def record(self):
         self.number = len(FakeEvent.events)
         FakeEvent.events = (*FakeEvent.events, self)
+
+    def query(self):
+        return self.number < FakeEvent.passed
 
     def elapsed_time(self, end):
         assert max(self.number, end.number) < FakeEvent.passed, "read before the device has passed it"
@@ -92,10 +95,28 @@ def test_on_a_gpu_the_marks_are_events_that_are_read_later(monkeypatch):
         clock.tick()
     steps = clock.take()
     with pytest.raises(AssertionError, match="read before"):
-        Durations.of(steps)
+        clock.durations(steps)
     monkeypatch.setattr(FakeEvent, "passed", len(FakeEvent.events))
-    assert Durations.of(steps) == Durations([30.0] * 3, [10.0] * 3)
+    assert clock.durations(steps) == Durations([30.0] * 3, [10.0] * 3)
     assert len(FakeEvent.events) == 1 + 3 * 3
+
+
+def test_marks_are_used_again_however_long_nobody_asks(monkeypatch):
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "events", ())
+    clock = StepClock(torch.device("cuda"))
+    clock.resume()
+    for step in range(500):
+        clock.ask()
+        clock.receive()
+        clock.tick()
+        # The device is 50 steps behind.
+        monkeypatch.setattr(FakeEvent, "passed", 1 + 3 * (step - 50))
+    assert len(set(map(id, FakeEvent.events))) < 4 * 100
+    with pytest.raises(AssertionError, match="read before"):
+        clock.durations(steps := clock.take())
+    monkeypatch.setattr(FakeEvent, "passed", len(FakeEvent.events))
+    assert clock.durations(steps) == Durations([30.0] * 500, [10.0] * 500)
 
 
 def speed_of(step_ms, **changes):
@@ -158,7 +179,7 @@ def test_cuda_events_measure_the_gpu_and_not_the_launch():
     steps = clock.take()
     torch.cuda.synchronize()
     # 20 products of 8192^3 in fp32 take at least 20 * 1.1e12 FLOP / 1e15 FLOP/s; launching them takes microseconds.
-    assert Durations.of(steps).step_ms[0] > 20
+    assert clock.durations(steps).step_ms[0] > 20
 
 
 @pytest.mark.gpu
@@ -180,7 +201,7 @@ def test_a_batch_that_is_late_is_waited_for_and_one_in_time_is_not():
         clock.tick()
     steps = clock.take()
     torch.cuda.synchronize()
-    in_time, late = Durations.of(steps).wait_ms
+    in_time, late = clock.durations(steps).wait_ms
     # 20 products of 8192^3 in fp32 keep the GPU busy for longer than that. Other processes on it may shift the marks by
     # some milliseconds.
     assert in_time < 50 < late
