@@ -113,7 +113,7 @@ def overhead(bench: Bench) -> None:
 
 
 def logging(bench: Bench) -> None:
-    """Every step logged against none, in turns of a few steps of one run, eager and captured, for every dim."""
+    """Every step logged against none, in turns within one run, eager and captured, for every dim."""
     rows: list[Row] = []
     bench.tables["logging every step against never"] = rows
     steps = TURN * (bench.options.turns + 1) + 1

@@ -31,7 +31,7 @@ from fusedmlp.training.throughput import Durations, Step, StepClock
 BLOCK = 20
 NEVER = 10**9  # trainer.log_every
 UNCOUNTED = 3  # steps at the beginning of a block, while nothing is enqueued ahead
-SPELL = 8  # steps that are logged, or not, before others are not, or are
+SPELL = 1  # steps that are logged, or not, before others are not, or are
 TURN = 8 * BATCH
 
 
