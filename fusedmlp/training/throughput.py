@@ -106,8 +106,9 @@ class StepClock:
         now = self._mark()
         if self._last is not None:
             step = Step(self._last, now, self._waits, self.profiled)
-            self._steps.append(step)
+            # In this order, so that each of the others can be read: a signal may end the run at any line.
             self._unread.append(step)
+            self._steps.append(step)
             if len(self._unread) % READ_TOGETHER == 0 and self._unread[READ_TOGETHER - 1].end.query():
                 for _ in range(READ_TOGETHER):
                     self._read_next()
@@ -132,18 +133,17 @@ class StepClock:
         return Durations([step.ms for step in steps], [step.wait_ms for step in steps])  # type: ignore[misc]
 
     def _read_next(self) -> None:
-        """Reads the marks of the first step whose have not been."""
+        """Reads the marks of the first step that has any left."""
         step = self._unread[0]
         step.ms = step.begin.elapsed_time(step.end)
         step.wait_ms = sum(asked.elapsed_time(received) for asked, received in step.waits)
-        # Only now: a signal may end the run at any line.
+        # Only now, for the same reason.
         self._unread.popleft()
         # The end is where the next step begins.
         self._free.append(step.begin)
         for span in step.waits:
             self._free += span
-        step.waits.clear()
-        del step.begin, step.end
+        del step.begin, step.end, step.waits
 
 
 @dataclass

@@ -62,6 +62,24 @@ def test_waits_of_all_micro_batches_belong_to_their_step(clock):
     assert clock.durations(clock.take()) == Durations([2000.0], [1000.0])
 
 
+@pytest.mark.parametrize("name", ["_unread", "_steps"])
+def test_what_was_marked_can_be_read_after_a_signal_within_a_mark(clock, name):
+    steps = getattr(clock, name)
+
+    class Interrupted(type(steps)):
+        def append(self, step):
+            setattr(clock, name, steps)
+            raise KeyboardInterrupt
+
+    clock.at(0.0, clock.resume)
+    clock.at(1.0, clock.tick)
+    setattr(clock, name, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        clock.at(2.0, clock.tick)
+    clock.at(4.0, clock.tick)
+    assert clock.durations(clock.take()).step_ms == [1000.0, 3000.0]
+
+
 class FakeEvent:
     """A CUDA event: its time is known once the device has passed it."""
 
