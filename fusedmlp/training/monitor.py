@@ -3,7 +3,7 @@
 Rows go to the sinks (metrics.csv, Weights & Biases, the progress display) in the order of the log points. A row arrives
 a few steps late, because nobody waits for it; at the end, before a checkpoint and on a failure the rest is waited for.
 Rows of a GPU that follow one another closely are written several at a time: alone, between two steps, one costs the
-host some 180 us, because nothing that it needs is in a cache; the others of a batch cost a fraction of that each.
+host several times as much as another of a batch, because nothing that it needs is in a cache.
 """
 
 import math

@@ -102,15 +102,19 @@ class FakeEvent:
         return (end.number - self.number) * 10.0
 
 
+def wait_and_tick(clock):
+    clock.ask()
+    clock.receive()
+    clock.tick()
+
+
 def test_on_a_gpu_the_marks_are_events_that_are_read_later(monkeypatch):
     monkeypatch.setattr(torch, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "events", ())
     clock = StepClock(torch.device("cuda"))
     clock.resume()
     for _ in range(3):
-        clock.ask()
-        clock.receive()
-        clock.tick()
+        wait_and_tick(clock)
     steps = clock.take()
     with pytest.raises(AssertionError, match="read before"):
         clock.durations(steps)
@@ -125,9 +129,7 @@ def test_marks_are_used_again_however_long_nobody_asks(monkeypatch):
     clock = StepClock(torch.device("cuda"))
     clock.resume()
     for step in range(500):
-        clock.ask()
-        clock.receive()
-        clock.tick()
+        wait_and_tick(clock)
         # The device is 50 steps behind.
         monkeypatch.setattr(FakeEvent, "passed", 1 + 3 * (step - 50))
     assert len(set(map(id, FakeEvent.events))) < 4 * 100
